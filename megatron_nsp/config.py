@@ -1,0 +1,132 @@
+"""What a user can set: one frozen dataclass, from which the command-line flags are generated."""
+
+from dataclasses import dataclass, fields
+
+from megatron_nsp.tree import SPTree
+
+OVER_LONG_POLICIES = ("filter", "error")
+
+
+@dataclass(frozen=True)
+class NSPConfig:
+    """Settings of nested sequence parallelism; the flag of field `x_y` is `--nsp-x-y`.
+
+    The string below each field is the help text of its flag.
+    """
+
+    max_degree: int | None = None
+    """Largest degree of the default chain 1, 2, 4, ...; without it the largest power of two that
+    divides the domain and that the attention heads allow."""
+
+    degrees: tuple[int, ...] | None = None
+    """The whole chain of degrees instead, for example 1,3,6; each degree divides the next."""
+
+    batch_tokens: int = 16384
+    """Tokens of one optimizer step: whole samples are drawn until this many are reached."""
+
+    max_length: int | None = None
+    """Longest sample to train on, in tokens; without it the model's --max-position-embeddings."""
+
+    over_long: str = "filter"
+    """What to do with samples over the longest length: 'filter' leaves them out and counts them,
+    'error' stops before the first step."""
+
+    token_budget: int | None = None
+    """Most tokens one rank may hold in one micro-batch (not multiplied by the degree): the guard of
+    activation memory; without it no limit."""
+
+    profile: str = "cpu-gloo"
+    """Cost profile of the planner: the name of a built-in one or the path of a JSON file."""
+
+    policy: str = "auto"
+    """Which planner makes the plans: 'auto' (the search and every policy it is compared with, best
+    of all), a policy by name, or file:PATH to replay recorded plans, one JSON plan a line."""
+
+    plan_ahead: int = 2
+    """Steps planned ahead of the training loop in the background; 0 plans inside the loop."""
+
+    overlap: bool = True
+    """Stream communication of one node under the compute of another; the bits are the same."""
+
+    kernel: str = "auto"
+    """Attention kernel: 'auto', 'cpu-flash', 'cuda-varlen' or 'reference'."""
+
+    record_plans: str | None = None
+    """File to which rank 0 appends each step's plan as one line of JSON, for file:PATH."""
+
+    cpu: bool = False
+    """Run Megatron on CPU ranks over gloo: for trying out and for tests, never chosen silently."""
+
+    def validate(self) -> None:
+        """Checks every field that needs no knowledge of the job.
+
+        Raises:
+            ValueError: one line that names the flag and the number.
+        """
+        for name in ("batch_tokens", "max_length", "token_budget", "max_degree"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{flag(name)} must be at least 1, got {value}")
+        if self.plan_ahead < 0:
+            raise ValueError(f"{flag('plan_ahead')} must be at least 0, got {self.plan_ahead}")
+        if self.over_long not in OVER_LONG_POLICIES:
+            raise ValueError(
+                f"{flag('over_long')} must be one of {', '.join(OVER_LONG_POLICIES)}, "
+                f"got {self.over_long}"
+            )
+        if self.degrees is not None and self.max_degree is not None:
+            raise ValueError(
+                f"{flag('degrees')} {list(self.degrees)} already says the largest degree, "
+                f"{flag('max_degree')} {self.max_degree} must not be given too"
+            )
+
+
+def flag(field_name: str) -> str:
+    """The command-line flag of a field of NSPConfig."""
+    assert field_name in {field.name for field in fields(NSPConfig)}, f"{field_name=}"
+    return "--nsp-" + field_name.replace("_", "-")
+
+
+def is_admissible(degree: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether Ulysses can split this many heads over `degree` ranks.
+
+    Query heads must divide. Key/value heads must divide, or each must serve a whole number of ranks.
+
+    Args:
+        degree: ranks of the node.
+        num_heads: query heads on a tensor-parallel rank.
+        num_kv_heads: key/value heads on a tensor-parallel rank.
+    """
+    return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
+
+
+def build_tree(config: NSPConfig, num_ranks: int, num_heads: int, num_kv_heads: int) -> SPTree:
+    """The SP tree of a job.
+
+    Args:
+        config: the settings.
+        num_ranks: ranks of the data-parallel domain.
+        num_heads: query heads on a tensor-parallel rank.
+        num_kv_heads: key/value heads on a tensor-parallel rank.
+
+    Raises:
+        ValueError: a degree does not divide the ranks or the heads; names the flag and both numbers.
+    """
+    chosen = "degrees" if config.degrees is not None else "max_degree"
+    try:
+        if config.degrees is not None:
+            tree = SPTree(num_ranks, config.degrees)
+        else:
+            tree = SPTree.powers_of_two(num_ranks, config.max_degree)
+    except ValueError as error:
+        raise ValueError(f"{flag(chosen)}: {error}") from error
+    admissible = tuple(d for d in tree.degrees if is_admissible(d, num_heads, num_kv_heads))
+    if config.degrees is None and config.max_degree is None:
+        return SPTree(num_ranks, admissible)
+    for degree in tree.degrees:
+        if degree not in admissible:
+            raise ValueError(
+                f"{flag(chosen)}: degree {degree} cannot split {num_heads} query and "
+                f"{num_kv_heads} key/value heads evenly"
+            )
+    return tree

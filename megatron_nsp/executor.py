@@ -1,0 +1,195 @@
+"""Plays a schedule: hands exchanges to a communication queue and runs compute in issue order.
+
+The executor decides nothing: order comes from `schedule.build_schedule`, the work of a step from a
+`NodePass`. A queue runs its exchanges one at a time, in the order of issue, and leaves the sent
+tensor alone until the exchange is waited for.
+"""
+
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_nsp.backends.base import Exchange, NodePass
+from megatron_nsp.schedule import Phase, Step
+from megatron_nsp.tree import Node
+
+
+class Pending(Protocol):
+    """An exchange on its way."""
+
+    def wait(self) -> Tensor:
+        """The received tensor `[sum(recv_rows), ...]`; raises what the exchange raised."""
+        ...
+
+
+class CommunicationQueue(Protocol):
+    """Runs exchanges in issue order, one at a time."""
+
+    def issue(self, exchange: Exchange) -> Pending:
+        """Puts an exchange on the queue."""
+        ...
+
+
+def run_exchange(exchange: Exchange) -> Tensor:
+    """Runs one exchange to its end on the calling thread and stream."""
+    if exchange.group is None:
+        return exchange.send
+    shape = (sum(exchange.recv_rows), *exchange.send.shape[1:])
+    received = exchange.send.new_empty(shape)
+    dist.all_to_all_single(
+        received,
+        exchange.send,
+        list(exchange.recv_rows),
+        list(exchange.send_rows),
+        group=exchange.group,
+    )
+    return received
+
+
+class _Done:
+    def __init__(self, received: Tensor) -> None:
+        self.received = received
+
+    def wait(self) -> Tensor:
+        return self.received
+
+
+class SerialQueue:
+    """Runs every exchange when it is issued: `--no-nsp-overlap`."""
+
+    def issue(self, exchange: Exchange) -> Pending:
+        """Runs the exchange."""
+        return _Done(run_exchange(exchange))
+
+
+class _OnThread:
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.finished = Event()
+        self.received: Tensor | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.received = run_exchange(self.exchange)
+        except BaseException as error:
+            self.error = error
+        self.finished.set()
+
+    def wait(self) -> Tensor:
+        self.finished.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.received is not None
+        return self.received
+
+
+class ThreadQueue:
+    """One thread that runs the exchanges of CPU tensors, so that compute goes on beside them.
+
+    The thread is a daemon: a job that fails elsewhere does not wait for an exchange to time out.
+    """
+
+    def __init__(self) -> None:
+        """Starts no thread before the first exchange that communicates."""
+        self._work: SimpleQueue[_OnThread] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def issue(self, exchange: Exchange) -> Pending:
+        """Queues the exchange; one within a single rank is done at once."""
+        if exchange.group is None:
+            return _Done(exchange.send)
+        if self._thread is None:
+            self._thread = Thread(target=self._serve, name="nsp-communication", daemon=True)
+            self._thread.start()
+        pending = _OnThread(exchange)
+        self._work.put(pending)
+        return pending
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get().run()
+
+
+class _OnStream:
+    def __init__(self, exchange: Exchange, received: Tensor, finished: torch.cuda.Event) -> None:
+        self.exchange, self.received, self.finished = exchange, received, finished
+
+    def wait(self) -> Tensor:
+        compute = torch.cuda.current_stream()
+        compute.wait_event(self.finished)
+        self.received.record_stream(compute)
+        return self.received
+
+
+class StreamQueue:
+    """A side stream for the exchanges of CUDA tensors.
+
+    A stream runs its work in order, so one exchange is in flight at a time. Tensors that cross
+    streams are recorded on the stream that reads them, else their memory could be reused too early.
+    """
+
+    def __init__(self) -> None:
+        """Makes the side stream on the current device."""
+        self._stream = torch.cuda.Stream()
+
+    def issue(self, exchange: Exchange) -> Pending:
+        """Queues the exchange behind the work that produced what it sends."""
+        if exchange.group is None:
+            return _Done(exchange.send)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            received = run_exchange(exchange)
+            finished = torch.cuda.Event()
+            finished.record(self._stream)
+        exchange.send.record_stream(self._stream)
+        return _OnStream(exchange, received, finished)
+
+
+def build_queue(device: torch.device, overlap: bool) -> CommunicationQueue:
+    """The queue of a rank: serial, or the streamed one of the device."""
+    if not overlap:
+        return SerialQueue()
+    return StreamQueue() if device.type == "cuda" else ThreadQueue()
+
+
+def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: CommunicationQueue) -> None:
+    """Runs one pass of one layer.
+
+    Args:
+        steps: the rank's steps, in issue order.
+        passes: the work of each node on the rank's active path.
+        queue: the rank's communication queue.
+
+    Any exception leaves with a note that names the step.
+    """
+    prologues: dict[Node, Pending] = {}
+    epilogues: dict[Node, Pending] = {}
+    for step in steps:
+        work = passes[step.node]
+        try:
+            if step.phase is Phase.PROLOGUE:
+                prologues[step.node] = queue.issue(work.prologue())
+            elif step.phase is Phase.COMPUTE:
+                work.compute(prologues.pop(step.node).wait())
+            else:
+                epilogues[step.node] = queue.issue(work.epilogue())
+        except Exception as error:
+            error.add_note(_describe(step))
+            raise
+    for node, pending in epilogues.items():
+        try:
+            passes[node].finish(pending.wait())
+        except Exception as error:
+            error.add_note(_describe(Step(steps[0].pass_, node, Phase.EPILOGUE)))
+            raise
+
+
+def _describe(step: Step) -> str:
+    depth, index = step.node
+    return f"in {step.pass_.value} {step.phase.value} of node (depth {depth}, index {index})"

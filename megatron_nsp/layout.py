@@ -1,0 +1,177 @@
+"""Who holds which tokens: the plan layout of one micro-batch, as index maths.
+
+The samples of a node, concatenated in stream order, are its stream of S tokens. Rank i of a node of
+degree d holds the contiguous slice [floor(S*i/d), floor(S*(i+1)/d)): no padding, and counts that
+differ by at most one. A rank's buffer is its slices, root to leaf, then filler tokens.
+
+    degrees (1, 2), node 2:0 with samples a (5 tokens) and b (2), node 1:1 with c (3 tokens)
+
+        stream of 2:0     a0 a1 a2 | a3 a4 b0 b1          (7 tokens: 3 on rank 0, 4 on rank 1)
+        buffer of rank 0  a0 a1 a2
+        buffer of rank 1  a3 a4 b0 b1 c0 c1 c2
+        positions         0 1 2       3 4 0 1 0 1 2       (the place in the token's own sample)
+
+Because the slices of ranks 0..d-1 in order are the stream, an all-to-all between them needs no
+permutation: chunk r of what a rank receives is the r-th part of the stream.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_nsp.plan import IntArray, Plan
+from megatron_nsp.tree import Node
+
+
+class Segment(NamedTuple):
+    """A run of one sample's tokens on one rank: tokens [start, stop) of `sample`."""
+
+    sample: int
+    start: int
+    stop: int
+
+
+def slice_bounds(stream_tokens: int, degree: int) -> IntArray:
+    """`[degree + 1]` where the slice of each rank of a node starts in the stream, and the end."""
+    return stream_tokens * np.arange(degree + 1, dtype=np.int64) // degree
+
+
+@dataclass(frozen=True, eq=False)
+class NodeSlice:
+    """One rank's part of one active node.
+
+    Attributes:
+        node: the node.
+        rank_in_node: this rank's place in the node, 0..degree-1.
+        samples: the node's samples, in stream order.
+        lengths: their lengths, in tokens.
+        bounds: `[degree + 1]` slice bounds in the stream.
+        buffer_start: where the slice starts in the rank's buffer.
+    """
+
+    node: Node
+    rank_in_node: int
+    samples: IntArray
+    lengths: IntArray
+    bounds: IntArray
+    buffer_start: int
+
+    @property
+    def degree(self) -> int:
+        """Ranks of the node."""
+        return len(self.bounds) - 1
+
+    @property
+    def stream_tokens(self) -> int:
+        """S: tokens of the whole stream."""
+        return int(self.bounds[-1])
+
+    @cached_property
+    def rank_tokens(self) -> tuple[int, ...]:
+        """Tokens each rank of the node holds: the split sizes of its all-to-alls."""
+        return tuple(np.diff(self.bounds).tolist())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens this rank holds."""
+        return self.rank_tokens[self.rank_in_node]
+
+    @property
+    def buffer_slice(self) -> slice:
+        """The rows of the rank's buffer that this slice fills."""
+        return slice(self.buffer_start, self.buffer_start + self.num_tokens)
+
+    @cached_property
+    def cu_seqlens(self) -> IntArray:
+        """`[num_samples + 1]` where each sample starts in the stream, and the end."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The runs of samples in this rank's slice, in stream order; none of them is empty."""
+        start, stop = self.bounds[self.rank_in_node], self.bounds[self.rank_in_node + 1]
+        starts = np.clip(start - self.cu_seqlens[:-1], 0, self.lengths)
+        stops = np.clip(stop - self.cu_seqlens[:-1], 0, self.lengths)
+        held = np.flatnonzero(stops > starts)
+        columns = (self.samples[held], starts[held], stops[held])
+        return tuple(map(Segment, *(column.tolist() for column in columns)))
+
+
+@dataclass(frozen=True, eq=False)
+class RankLayout:
+    """What one rank holds in one micro-batch.
+
+    Attributes:
+        rank: the rank in the domain.
+        slices: one entry an active node on the rank's path, root first.
+        num_filler_tokens: rows at the end of the buffer that belong to no sample.
+    """
+
+    rank: int
+    slices: tuple[NodeSlice, ...]
+    num_filler_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of samples on this rank."""
+        return sum(part.num_tokens for part in self.slices)
+
+    @property
+    def buffer_tokens(self) -> int:
+        """T: rows of the buffer, filler tokens included."""
+        return self.num_tokens + self.num_filler_tokens
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The runs of samples in the buffer, in buffer order."""
+        return tuple(segment for part in self.slices for segment in part.segments())
+
+    @cached_property
+    def positions(self) -> IntArray:
+        """`[T]` place of each token in its own sample; 0 for filler tokens."""
+        runs = [np.arange(segment.start, segment.stop) for segment in self.segments]
+        return np.concatenate([*runs, np.zeros(self.num_filler_tokens, dtype=np.int64)])
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest sample with tokens on this rank, at least 1."""
+        return max((int(part.lengths.max()) for part in self.slices), default=1)
+
+    def token_numbers(self, lengths: IntArray) -> IntArray:
+        """`[T - filler]` number of each held token in the batch's concatenated samples.
+
+        Args:
+            lengths: `[n]` tokens of every sample of the batch, by sample number.
+        """
+        offsets = np.cumsum(lengths) - lengths
+        runs = [offsets[s] + np.arange(start, stop) for s, start, stop in self.segments]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *runs])
+
+
+def rank_layout(plan: Plan, rank: int, micro_batch: int = 0, row_multiple: int = 1) -> RankLayout:
+    """The layout of `rank` in `micro_batch`.
+
+    Args:
+        plan: the plan.
+        rank: rank in the domain.
+        micro_batch: pass of the step.
+        row_multiple: the buffer is filled to a multiple of this many rows, and to at least one:
+            what tensor-parallel sequence parallelism or FP8 needs.
+    """
+    slices, buffer_start = [], 0
+    for node in plan.active_path(rank, micro_batch):
+        samples = plan.samples_of(node, micro_batch)
+        lengths = plan.lengths[samples]
+        part = NodeSlice(
+            node=node,
+            rank_in_node=rank - plan.tree.ranks(node)[0],
+            samples=samples,
+            lengths=lengths,
+            bounds=slice_bounds(int(lengths.sum()), plan.tree.degree(node)),
+            buffer_start=buffer_start,
+        )
+        slices.append(part)
+        buffer_start += part.num_tokens
+    rows = max(1, -(-buffer_start // row_multiple)) * row_multiple
+    return RankLayout(rank, tuple(slices), rows - buffer_start)
