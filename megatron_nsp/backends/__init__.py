@@ -1,0 +1,1 @@
+"""SP backends: how one node's attention is split over its ranks."""

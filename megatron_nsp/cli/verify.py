@@ -1,0 +1,131 @@
+"""`megatron-nsp verify`: nested attention on local gloo ranks against a one-process oracle."""
+
+import argparse
+import json
+
+from megatron_nsp.config import is_admissible
+from megatron_nsp.plan import Plan
+from megatron_nsp.tree import SPTree
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument("--ranks", type=int, required=True, help="local ranks to start")
+    parser.add_argument(
+        "--degrees", help="chain of degrees, for example 1,3,6; default: powers of two"
+    )
+    parser.add_argument(
+        "--lengths", required=True, help="tokens of each sample, for example 100,7,1"
+    )
+    parser.add_argument(
+        "--nodes", required=True, help="degree:index of each sample's node, for example 4:0,2:1,1:3"
+    )
+    parser.add_argument("--heads", type=int, required=True, help="query heads")
+    parser.add_argument("--kv-heads", type=int, help="key/value heads; default: as many")
+    parser.add_argument("--head-dim", type=int, default=64, help="elements of a head")
+    parser.add_argument("--dtype", default="float64", choices=("float64", "float32", "bfloat16"))
+    parser.add_argument("--no-overlap", action="store_true", help="finish a node before the next")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="limit of a collective, seconds"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _integers(text: str, flag: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{flag} takes whole numbers divided by commas, got {text!r}") from None
+
+
+def forced_plan(args: argparse.Namespace) -> Plan:
+    """The plan the flags describe.
+
+    Raises:
+        ValueError: lengths and nodes do not fit together, or a node does not exist.
+    """
+    lengths = _integers(args.lengths, "--lengths")
+    if args.degrees is None:
+        tree = SPTree.powers_of_two(args.ranks)
+    else:
+        tree = SPTree(args.ranks, tuple(_integers(args.degrees, "--degrees")))
+    nodes = []
+    for text in args.nodes.split(","):
+        degree, colon, index = text.partition(":")
+        if not (colon and degree.isdigit() and index.isdigit()):
+            raise ValueError(f"--nodes takes degree:index divided by commas, got {text!r}")
+        nodes.append(tree.node(int(degree), int(index)))
+    if len(nodes) != len(lengths):
+        raise ValueError(f"--nodes names {len(nodes)} nodes for {len(lengths)} --lengths")
+    return Plan.from_nodes(tree, lengths, nodes)
+
+
+def _check_heads(args: argparse.Namespace, plan: Plan) -> None:
+    if args.heads < 1 or args.kv_heads < 1 or args.heads % args.kv_heads:
+        raise ValueError(f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}")
+    for node in plan.active_nodes():
+        degree = plan.tree.degree(node)
+        if not is_admissible(degree, args.heads, args.kv_heads):
+            raise ValueError(
+                f"degree {degree} cannot split --heads {args.heads} and --kv-heads "
+                f"{args.kv_heads} evenly"
+            )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the check; 0 when errors and traffic are right, 1 when not.
+
+    Raises:
+        ValueError: the flags do not describe a plan.
+    """
+    if args.kv_heads is None:
+        args.kv_heads = args.heads
+    plan = forced_plan(args)
+    _check_heads(args, plan)
+    from megatron_nsp.testing.verify import TOLERANCE, AttentionCase, check_cases
+
+    case = AttentionCase(
+        plan,
+        args.heads,
+        args.kv_heads,
+        args.head_dim,
+        dtype=args.dtype,
+        overlap=not args.no_overlap,
+        seed=args.seed,
+    )
+    result = check_cases([case], timeout_s=args.timeout)[0]
+    tolerance = TOLERANCE[args.dtype]
+    is_right = result.is_right(tolerance)
+    report = {
+        "errors": result.errors,
+        "tolerance": tolerance,
+        "collectives": result.num_collectives,
+        "predicted_collectives": result.predicted_collectives,
+        "sent_bytes": result.sent_bytes,
+        "predicted_bytes": result.predicted_bytes,
+        "max_in_flight": result.max_in_flight,
+        "is_right": is_right,
+    }
+    print(json.dumps(report) if args.json else _table(report, plan))
+    return 0 if is_right else 1
+
+
+def _table(report: dict, plan: Plan) -> str:
+    lines = [f"largest relative error (tolerance {report['tolerance']:g})"]
+    lines += [f"  {name:4} {error:.2e}" for name, error in report["errors"].items()]
+    lines.append("rank  tokens  all-to-alls (predicted)   bytes sent (predicted)")
+    rows = zip(
+        plan.token_load().tolist(),
+        report["collectives"],
+        report["predicted_collectives"],
+        report["sent_bytes"],
+        report["predicted_bytes"],
+        strict=True,
+    )
+    for rank, (tokens, count, predicted, sent, predicted_sent) in enumerate(rows):
+        lines.append(
+            f"{rank:4}  {tokens:6}  {count:11} ({predicted})  {sent:18} ({predicted_sent})"
+        )
+    lines.append("right" if report["is_right"] else "WRONG")
+    return "\n".join(lines)

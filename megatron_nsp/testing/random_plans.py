@@ -1,0 +1,34 @@
+"""Random trees and plans, awkward on purpose: no planner would make most of them."""
+
+import random
+
+from megatron_nsp.config import is_admissible
+from megatron_nsp.plan import Plan
+from megatron_nsp.tree import SPTree
+
+CHAINS = ((1, 2, 4, 8), (1, 2, 8), (1, 4), (1, 2), (1, 8), (1,), (1, 3, 6), (1, 6))
+
+
+def random_tree(rng: random.Random, max_ranks: int, num_heads: int, num_kv_heads: int) -> SPTree:
+    """A tree of at most `max_ranks` ranks whose degrees split the heads."""
+    while True:
+        degrees = rng.choice(CHAINS)
+        num_trees = max_ranks // degrees[-1]
+        admissible = all(is_admissible(d, num_heads, num_kv_heads) for d in degrees)
+        if num_trees and admissible:
+            return SPTree(degrees[-1] * rng.randint(1, num_trees), degrees)
+
+
+def random_lengths(rng: random.Random, max_samples: int, max_length: int) -> list[int]:
+    """A few samples; one-token samples and lengths below the degree are common."""
+    count = rng.randint(1, max_samples)
+    return [
+        rng.choice((1, 2, 3, rng.randint(1, 9), rng.randint(1, max_length))) for _ in range(count)
+    ]
+
+
+def random_plan(rng: random.Random, tree: SPTree, lengths: list[int]) -> Plan:
+    """Every sample on a random node; often only few nodes are used, so that ranks stay empty."""
+    nodes = list(tree.nodes())
+    pool = rng.sample(nodes, rng.randint(1, len(nodes)))
+    return Plan.from_nodes(tree, lengths, [rng.choice(pool) for _ in lengths])

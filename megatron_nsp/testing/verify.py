@@ -1,0 +1,220 @@
+"""Runs a forced plan on local gloo ranks and compares it with the oracle.
+
+The mechanism behind `megatron-nsp verify` and behind the attention tests.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_nsp.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.executor import build_queue
+from megatron_nsp.groups import NestedGroups
+from megatron_nsp.kernels import AttentionMask, choose_kernel
+from megatron_nsp.layout import rank_layout
+from megatron_nsp.plan import Plan
+from megatron_nsp.planner.cost import ModelShape, ulysses_sent_bytes
+from megatron_nsp.schedule import Pass, Phase
+from megatron_nsp.testing.logging_group import CollectiveLog, Record, logged_new_group
+from megatron_nsp.testing.oracle import (
+    AttentionInputs,
+    attention_oracle,
+    relative_errors,
+)
+from megatron_nsp.testing.ranks import run_ranks
+from megatron_nsp.tree import SPTree
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One forced plan and the attention to run on it.
+
+    Attributes:
+        plan: the plan.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: head dimension.
+        dtype: a key of DTYPES.
+        overlap: stream the phases.
+        seed: seed of the inputs.
+        row_multiple: buffers are filled to a multiple of this many rows.
+    """
+
+    plan: Plan
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "float64"
+    overlap: bool = True
+    seed: int = 0
+    row_multiple: int = 1
+
+    @property
+    def mask(self) -> AttentionMask:
+        """Causal, with the usual scale."""
+        return AttentionMask(self.head_dim**-0.5)
+
+    def draw(self) -> AttentionInputs:
+        """The case's inputs."""
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        num_tokens = int(self.plan.lengths.sum())
+        return AttentionInputs.draw(num_tokens, *heads, DTYPES[self.dtype], self.seed)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank computed and sent."""
+
+    outputs: dict[str, torch.Tensor]
+    records: tuple[Record, ...]
+    max_in_flight: int
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Errors against the oracle and traffic against the prediction.
+
+    Attributes:
+        errors: largest relative error of out, dq, dk and dv.
+        num_collectives: all-to-alls of each rank.
+        predicted_collectives: the closed form: 2 forward and 2 backward for each active node of more
+            than one rank on the rank's path.
+        sent_bytes: bytes each rank sent to others.
+        predicted_bytes: the closed form.
+        records: each rank's all-to-alls in order.
+        max_in_flight: most collectives any rank had in flight at once.
+    """
+
+    errors: dict[str, float]
+    num_collectives: list[int]
+    predicted_collectives: list[int]
+    sent_bytes: list[int]
+    predicted_bytes: list[int]
+    records: list[tuple[Record, ...]] = field(repr=False)
+    max_in_flight: int = 0
+
+    def is_right(self, tolerance: float) -> bool:
+        """Whether errors are within tolerance and traffic is what was predicted."""
+        return (
+            all(error <= tolerance for error in self.errors.values())
+            and self.num_collectives == self.predicted_collectives
+            and self.sent_bytes == self.predicted_bytes
+        )
+
+
+def run_case(
+    rank: int, case: AttentionCase, groups: NestedGroups, log: CollectiveLog
+) -> RankResult:
+    """Forward and backward of one case on one rank."""
+    batch = NestedBatch.build(case.plan, rank, row_multiple=case.row_multiple, overlap=case.overlap)
+    layout = batch.layout
+    numbers = layout.token_numbers(case.plan.lengths)
+    q, k, v, dout = case.draw().rows(numbers, layout.num_filler_tokens)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, case.overlap))
+    log.clear()
+    out = nested_attention(*leaves, batch, case.mask, runtime)
+    out.backward(dout)
+    outputs = {"out": out.detach()}
+    for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True):
+        assert leaf.grad is not None
+        outputs[name] = leaf.grad
+    return RankResult(outputs, tuple(log.records), log.max_in_flight)
+
+
+def _rank_cases(rank: int, cases: list[AttentionCase]) -> list[RankResult | None]:
+    """Every case on one rank; cases of smaller domains use the first ranks only."""
+    results: list[RankResult | None] = []
+    log, made = CollectiveLog(), {}
+    for case in cases:
+        tree = case.plan.tree
+        if tree not in made:
+            made[tree] = _groups_of_first_ranks(tree, rank, log)
+        groups = made[tree]
+        results.append(None if groups is None else run_case(rank, case, groups, log))
+    return results
+
+
+def _groups_of_first_ranks(tree: SPTree, rank: int, log: CollectiveLog) -> NestedGroups | None:
+    world = torch.distributed.get_world_size()
+    new_group = logged_new_group(log)
+    if tree.num_ranks == world:
+        return NestedGroups.create(tree, [range(world)], new_group)
+    group_of = {}
+    for node in tree.nodes():
+        if tree.degree(node) > 1:
+            group = new_group(list(tree.ranks(node)))
+            if group is not None:
+                group_of[node] = group
+    return NestedGroups(tree, rank, len(group_of), group_of) if rank < tree.num_ranks else None
+
+
+def predicted_traffic(case: AttentionCase) -> tuple[list[int], list[int]]:
+    """Collectives and bytes of each rank, from the plan alone."""
+    shape = ModelShape.from_hidden(
+        num_layers=1,
+        hidden=case.num_heads * case.head_dim,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        bytes_per_element=DTYPES[case.dtype].itemsize,
+    )
+    num_collectives, sent_bytes = [], []
+    for rank in range(case.plan.tree.num_ranks):
+        slices = rank_layout(case.plan, rank).slices
+        num_collectives.append(4 * sum(part.degree > 1 for part in slices))
+        sent_bytes.append(
+            sum(
+                ulysses_sent_bytes(
+                    pass_, phase, part.num_tokens, part.stream_tokens, part.degree, shape
+                )
+                for part in slices
+                for pass_ in Pass
+                for phase in Phase
+            )
+        )
+    return num_collectives, sent_bytes
+
+
+def check_cases(cases: list[AttentionCase], timeout_s: float = 60.0) -> list[CaseResult]:
+    """Runs cases on as many ranks as the largest needs and compares each with the oracle.
+
+    Raises:
+        RankError: a rank failed.
+    """
+    num_ranks = max(case.plan.tree.num_ranks for case in cases)
+    per_rank = run_ranks(num_ranks, _rank_cases, cases, timeout_s=timeout_s)
+    results = []
+    for place, case in enumerate(cases):
+        ranks = [per_rank[rank][place] for rank in range(case.plan.tree.num_ranks)]
+        results.append(_compare(case, ranks))
+    return results
+
+
+def _compare(case: AttentionCase, ranks: list[RankResult]) -> CaseResult:
+    expected = attention_oracle(case.draw(), case.plan.lengths, case.mask)
+    gathered = {name: torch.full_like(x, float("nan")) for name, x in expected.items()}
+    for rank, result in enumerate(ranks):
+        layout = rank_layout(case.plan, rank)
+        numbers = torch.from_numpy(layout.token_numbers(case.plan.lengths))
+        for name, value in result.outputs.items():
+            gathered[name][numbers] = value[: len(numbers)].double()
+            assert not value[len(numbers) :].any(), f"filler rows of {name} on {rank=} are not 0"
+    num_collectives, sent_bytes = predicted_traffic(case)
+    return CaseResult(
+        errors=relative_errors(gathered, expected),
+        num_collectives=[len(result.records) for result in ranks],
+        predicted_collectives=num_collectives,
+        sent_bytes=[sum(r.sent_bytes for r in result.records) for result in ranks],
+        predicted_bytes=sent_bytes,
+        records=[result.records for result in ranks],
+        max_in_flight=max(result.max_in_flight for result in ranks),
+    )

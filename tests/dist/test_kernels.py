@@ -1,0 +1,76 @@
+"""The CPU kernel against the definition, and the definition against autograd's own derivative."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_nsp.kernels import KERNELS, AttentionMask, SampleBounds, choose_kernel
+from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
+from megatron_nsp.kernels.reference import ReferenceKernel
+
+CPU = torch.device("cpu")
+BOUNDS = SampleBounds(np.array([0, 1, 8, 8 + 65]))
+
+
+def inputs(num_kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(73, heads, 16, dtype=dtype) for heads in (4, 4, num_kv_heads, num_kv_heads)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_cpu_flash_equals_the_definition(num_kv_heads: int, is_causal: bool) -> None:
+    dout, q, k, v = inputs(num_kv_heads, torch.float64)
+    mask = AttentionMask(0.25, is_causal)
+    results = []
+    for kernel in (CpuFlashKernel(), ReferenceKernel()):
+        out, lse = kernel.forward(q, k, v, BOUNDS, mask)
+        results.append((out, lse, *kernel.backward(dout, q, k, v, out, lse, BOUNDS, mask)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_definition_has_the_derivative_it_says(is_causal: bool) -> None:
+    dout, q, k, v = inputs(2, torch.float64)
+    mask, kernel = AttentionMask(0.25, is_causal), ReferenceKernel()
+    out, lse = kernel.forward(q, k, v, BOUNDS, mask)
+    grads = kernel.backward(dout, q, k, v, out, lse, BOUNDS, mask)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    outs = []
+    for rows in BOUNDS.slices:
+        a, b, c = (x[rows].transpose(0, 1) for x in leaves)
+        outs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                a, b, c, is_causal=is_causal, scale=0.25, enable_gqa=True
+            ).transpose(0, 1)
+        )
+    torch.cat(outs).backward(dout)
+    torch.testing.assert_close(torch.cat(outs), out, rtol=0, atol=1e-12)
+    for grad, leaf in zip(grads, leaves, strict=True):
+        torch.testing.assert_close(grad, leaf.grad, rtol=0, atol=1e-12)
+
+
+def test_uneven_heads_and_unknown_kernels_are_refused() -> None:
+    q, k = torch.ones(8, 7, 4), torch.ones(8, 2, 4)
+    bounds = SampleBounds(np.array([0, 8]))
+    for kernel in (CpuFlashKernel(), ReferenceKernel()):
+        with pytest.raises(ValueError, match="7 query heads are no multiple of 2"):
+            kernel.forward(q, k, k, bounds, AttentionMask(1.0))
+    with pytest.raises(ValueError, match="must be one of auto, .* got triton"):
+        choose_kernel("triton", CPU)
+    with pytest.raises(ValueError, match="cuda-varlen runs on cuda tensors"):
+        choose_kernel("cuda-varlen", CPU)
+    assert [choose_kernel(name, CPU).name for name in KERNELS if name != "cuda-varlen"] == [
+        "cpu-flash",
+        "cpu-flash",
+        "reference",
+    ]
+
+
+def test_the_private_operator_still_has_the_schema_we_call() -> None:
+    schema = str(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema)
+    assert (
+        "float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, float? scale"
+        in schema
+    )

@@ -1,0 +1,84 @@
+"""Pure tests of the issue order. Cases H1 (schedule part) and I2 (trace part)."""
+
+import random
+from graphlib import TopologicalSorter
+from itertools import combinations, pairwise
+
+import pytest
+
+from megatron_nsp.plan import Plan
+from megatron_nsp.schedule import Pass, Phase, Queue, Step, build_schedule, collectives
+from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree
+from megatron_nsp.tree import SPTree
+
+
+def plans(count: int) -> list[Plan]:
+    rng = random.Random(4)
+    trees = [random_tree(rng, 8, 24, 24) for _ in range(count)]
+    return [random_plan(rng, tree, random_lengths(rng, 10, 60)) for tree in trees]
+
+
+def rank_collectives(plan: Plan, overlap: bool) -> list[list[Step]]:
+    """The collectives of each rank over forward and backward of one layer."""
+    degree_of = {node: plan.tree.degree(node) for node in plan.tree.nodes()}
+    return [
+        [
+            step
+            for pass_ in Pass
+            for step in collectives(
+                build_schedule(plan.active_path(rank), pass_, overlap), degree_of
+            )
+        ]
+        for rank in range(plan.tree.num_ranks)
+    ]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_i2_ranks_list_the_collectives_they_share_in_the_same_order(overlap: bool) -> None:
+    for plan in plans(200):
+        lists = rank_collectives(plan, overlap)
+        for one, other in combinations(lists, 2):
+            assert [s for s in one if s in other] == [s for s in other if s in one]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_i2_one_total_order_fits_all_ranks_so_nothing_can_wait_in_a_circle(overlap: bool) -> None:
+    for plan in plans(200):
+        sorter: TopologicalSorter[Step] = TopologicalSorter()
+        for steps in rank_collectives(plan, overlap):
+            for before, after in pairwise(steps):
+                sorter.add(after, before)
+        sorter.prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_h1_each_node_has_one_prologue_and_one_epilogue_in_each_pass(overlap: bool) -> None:
+    for plan in plans(50):
+        for rank, steps in enumerate(rank_collectives(plan, overlap)):
+            wide = [n for n in plan.active_path(rank) if plan.tree.degree(n) > 1]
+            expected = {
+                Step(pass_, node, phase)
+                for pass_ in Pass
+                for node in wide
+                for phase in (Phase.PROLOGUE, Phase.EPILOGUE)
+            }
+            assert set(steps) == expected and len(steps) == 4 * len(wide)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_phases_of_a_node_keep_their_order(overlap: bool) -> None:
+    for plan in plans(50):
+        for rank in range(plan.tree.num_ranks):
+            steps = build_schedule(plan.active_path(rank), Pass.FWD, overlap)
+            for node in plan.active_path(rank):
+                assert [s.phase for s in steps if s.node == node] == list(Phase)
+
+
+def test_streaming_issues_the_next_prologue_before_this_compute() -> None:
+    path = SPTree(8, (1, 2, 4, 8)).path(5)
+    steps = build_schedule(path, Pass.FWD, overlap=True)
+    for this, following in pairwise(path):
+        prologue = steps.index(Step(Pass.FWD, following, Phase.PROLOGUE))
+        assert prologue < steps.index(Step(Pass.FWD, this, Phase.COMPUTE))
+    queue = [s for s in steps if s.queue is Queue.COMMUNICATION]
+    assert queue[0].node == queue[2].node == path[0]
