@@ -1,0 +1,52 @@
+# Every target makes or refreshes .venv first; that takes well under a second when nothing changed.
+# What CI runs is `make test` (.ci/run); run `make check` before a commit.
+
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest
+SUITES := tests/unit tests/dist tests/mcore tests/examples tests/patches
+
+# Ranks share the cores of one machine: more threads than that only fight each other.
+export OMP_NUM_THREADS := 1
+
+TARGETS := demo test check format format-check lint types unit dist mcore examples patches bench
+.PHONY: setup clean $(TARGETS)
+
+setup:
+	@bash scripts/setup.sh
+
+$(TARGETS): setup
+
+demo:
+	$(PYTHON) examples/cpu/demo.py
+
+test:
+	$(PYTEST) $(wildcard $(SUITES)) --durations=15
+
+unit dist mcore examples patches:
+	$(PYTEST) tests/$@
+
+check: format-check lint types unit dist
+
+format:
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+format-check:
+	.venv/bin/ruff format --check .
+
+lint:
+	.venv/bin/ruff check .
+	.venv/bin/codespell
+	.venv/bin/lint-imports --no-logo
+	$(PYTHON) scripts/check_files.py megatron_nsp scripts
+
+types:
+	.venv/bin/mypy
+
+bench:
+	$(PYTHON) benchmarks/run.py
+
+# .venv stays: `rm -rf .venv` removes it.
+clean:
+	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
