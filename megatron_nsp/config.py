@@ -25,7 +25,7 @@ class NSPConfig:
     """Tokens of one optimizer step: whole samples are drawn until this many are reached."""
 
     max_length: int | None = None
-    """Longest sample to train on, in tokens; without it the model's --max-position-embeddings."""
+    """Longest sample to train on, in tokens; without it Megatron's --seq-length."""
 
     over_long: str = "filter"
     """What to do with samples over the longest length: 'filter' leaves them out and counts them,
@@ -35,8 +35,9 @@ class NSPConfig:
     """Most tokens one rank may hold in one micro-batch (not multiplied by the degree): the guard of
     activation memory; without it no limit."""
 
-    profile: str = "cpu-gloo"
-    """Cost profile of the planner: the name of a built-in one or the path of a JSON file."""
+    profile: str | None = None
+    """Cost profile of the planner: the name of a built-in one or the path of a JSON file; without
+    it cpu-gloo with --nsp-cpu and h100-ib otherwise, both estimates."""
 
     policy: str = "auto"
     """Which planner makes the plans: 'auto' (the search and every policy it is compared with, best

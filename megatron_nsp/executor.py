@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nsp.backends.base import Exchange, NodePass
+from megatron_nsp.layout import NodeSlice
 from megatron_nsp.schedule import Phase, Step
 from megatron_nsp.tree import Node
 
@@ -158,7 +159,23 @@ def build_queue(device: torch.device, overlap: bool) -> CommunicationQueue:
     return StreamQueue() if device.type == "cuda" else ThreadQueue()
 
 
-def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: CommunicationQueue) -> None:
+class NodeError(RuntimeError):
+    """A step of a schedule failed; the cause is the exception it was raised from.
+
+    Attributes:
+        samples: the samples of the node, numbered as in the plan.
+    """
+
+    def __init__(self, step: Step, part: NodeSlice, cause: Exception) -> None:
+        """Names the step and the cause."""
+        place = f"{step.pass_.value} {step.phase.value} of node {part.degree}:{step.node.index}"
+        super().__init__(f"{place}: {type(cause).__name__}: {cause}")
+        self.samples: list[int] = part.samples.tolist()
+
+
+def play(
+    steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: CommunicationQueue
+) -> None:
     """Runs one pass of one layer.
 
     Args:
@@ -166,10 +183,11 @@ def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: Communic
         passes: the work of each node on the rank's active path.
         queue: the rank's communication queue.
 
-    Any exception leaves with a note that names the step.
+    Raises:
+        NodeError: a step raised.
     """
     prologues: dict[Node, Pending] = {}
-    epilogues: dict[Node, Pending] = {}
+    epilogues: list[tuple[Step, Pending]] = []
     for step in steps:
         work = passes[step.node]
         try:
@@ -178,18 +196,12 @@ def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: Communic
             elif step.phase is Phase.COMPUTE:
                 work.compute(prologues.pop(step.node).wait())
             else:
-                epilogues[step.node] = queue.issue(work.epilogue())
+                epilogues.append((step, queue.issue(work.epilogue())))
         except Exception as error:
-            error.add_note(_describe(step))
-            raise
-    for node, pending in epilogues.items():
+            raise NodeError(step, work.part, error) from error
+    for step, pending in epilogues:
+        work = passes[step.node]
         try:
-            passes[node].finish(pending.wait())
+            work.finish(pending.wait())
         except Exception as error:
-            error.add_note(_describe(Step(steps[0].pass_, node, Phase.EPILOGUE)))
-            raise
-
-
-def _describe(step: Step) -> str:
-    depth, index = step.node
-    return f"in {step.pass_.value} {step.phase.value} of node (depth {depth}, index {index})"
+            raise NodeError(step, work.part, error) from error

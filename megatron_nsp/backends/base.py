@@ -12,6 +12,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_nsp.layout import NodeSlice
+
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
@@ -31,7 +33,13 @@ class Exchange:
 
 
 class NodePass(Protocol):
-    """One node's work in one pass (forward or backward) of one attention call."""
+    """One node's work in one pass (forward or backward) of one attention call.
+
+    Attributes:
+        part: the rank's slice of the node.
+    """
+
+    part: NodeSlice
 
     def prologue(self) -> Exchange:
         """Packs what the compute phase needs from the other ranks. Does not communicate."""

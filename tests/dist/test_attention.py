@@ -221,7 +221,7 @@ def test_l4_the_first_message_is_the_failing_ranks_and_names_the_step() -> None:
     with pytest.raises(RankError, match="rank 1 failed") as caught:
         run_ranks(4, _raise_in_prologue, timeout_s=5)
     assert "out of memory (made up)" in str(caught.value)
-    assert "in fwd prologue of node (depth 0, index 0)" in str(caught.value)
+    assert "fwd prologue of node 4:0" in str(caught.value)
 
 
 def _raise_in_prologue(rank: int) -> None:

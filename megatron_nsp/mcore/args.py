@@ -1,0 +1,59 @@
+"""Command-line flags, generated from NSPConfig: field `x_y` becomes `--nsp-x-y`."""
+
+import argparse
+import ast
+import inspect
+from dataclasses import Field, fields
+from typing import Any, get_args, get_type_hints
+
+from megatron_nsp.config import NSPConfig, flag
+
+
+def field_docs() -> dict[str, str]:
+    """The string below each field of NSPConfig, on one line."""
+    tree = ast.parse(inspect.getsource(NSPConfig)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for node, following in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(node.target, ast.Name)
+            docs[node.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return docs
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def add_nsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds every field of NSPConfig as a flag to Megatron's parser and returns the parser."""
+    group = parser.add_argument_group("nested sequence parallelism")
+    hints, docs = get_type_hints(NSPConfig), field_docs()
+    for field in fields(NSPConfig):
+        group.add_argument(
+            flag(field.name) if field.default is not True else "--no-" + flag(field.name)[2:],
+            dest=_destination(field.name),
+            default=field.default,
+            help=docs[field.name].replace("%", "%%"),
+            **_argument(field, hints[field.name]),
+        )
+    return parser
+
+
+def _argument(field: "Field[Any]", hint: Any) -> dict[str, Any]:
+    if hint is bool:
+        return {"action": "store_false" if field.default else "store_true"}
+    if hint == tuple[int, ...] | None:
+        return {"type": _integers, "metavar": "1,D,..."}
+    (type_,) = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
+    return {"type": type_}
+
+
+def _destination(field_name: str) -> str:
+    return "nsp_" + field_name
+
+
+def config_from_args(args: argparse.Namespace) -> NSPConfig:
+    """The NSPConfig of parsed flags."""
+    values = {field.name: getattr(args, _destination(field.name)) for field in fields(NSPConfig)}
+    return NSPConfig(**values)

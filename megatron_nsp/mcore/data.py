@@ -1,0 +1,160 @@
+"""The iterator Megatron's loop draws from: one planned micro-batch after the other.
+
+Every rank runs the same StepPlanner and reads only the tokens of its own slices. Before the first
+collective of a step the ranks compare the step's digest.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_nsp.attention import NestedBatch
+from megatron_nsp.layout import RankLayout
+from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.step_planner import PlannedStep, StepPlanner
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What one rank feeds to the model in one micro-batch; never changed after it is yielded.
+
+    Shapes: T rows of the rank's buffer.
+
+    Attributes:
+        nested: the micro-batch's part of the plan.
+        step_has_targets: whether any rank has a target in this step.
+        tokens: `[1, T]` int64 token ids; 0 in filler rows.
+        labels: `[1, T]` int64 the token after each token in its document; 0 without a target.
+        loss_mask: `[1, T]` float32, 1 where there is a target.
+        positions: `[T]` int64 place of each token in its own sample.
+        padding_mask: `[1, T]` bool, True in filler rows.
+    """
+
+    nested: NestedBatch
+    step_has_targets: bool
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    positions: Tensor
+    padding_mask: Tensor
+
+
+def read_tokens(
+    layout: RankLayout, step_documents: np.ndarray, lengths: np.ndarray, documents: Documents
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, labels and loss mask of a rank's buffer, `[T]` each.
+
+    Labels are the documents' own next tokens, so a target may lie beyond the rank's slice; the last
+    token of a document has none.
+
+    Args:
+        layout: what the rank holds.
+        step_documents: `[n]` document of each sample.
+        lengths: `[n]` tokens of each sample.
+        documents: where to read.
+    """
+    rows = layout.buffer_tokens
+    tokens, labels = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    loss_mask = np.zeros(rows, dtype=np.float32)
+    row = 0
+    for sample, start, stop in layout.segments:
+        last = int(lengths[sample])
+        read = documents.read(int(step_documents[sample]), start, min(stop + 1, last))
+        num_targets = min(stop, last - 1) - start
+        tokens[row : row + stop - start] = read[: stop - start]
+        labels[row : row + num_targets] = read[1 : 1 + num_targets]
+        loss_mask[row : row + num_targets] = 1.0
+        row += stop - start
+    return tokens, labels, loss_mask
+
+
+class NestedDataIterator:
+    """Yields the micro-batches of one rank, for ever.
+
+    Args:
+        planner: plans the steps.
+        documents: the training documents.
+        rank: this rank in the domain.
+        row_multiple: buffers are filled to a multiple of this many rows.
+        overlap: stream the phases of consecutive nodes.
+        on_step: called with each step before its first micro-batch, on every rank.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        documents: Documents,
+        rank: int,
+        row_multiple: int,
+        overlap: bool,
+        on_step: Callable[[PlannedStep], None],
+    ) -> None:
+        """Plans nothing yet."""
+        self._planner, self._documents, self._rank = planner, documents, rank
+        self._row_multiple, self._overlap, self._on_step = row_multiple, overlap, on_step
+        self._micro_batches = self._run()
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """The iterator itself."""
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch of the run."""
+        return next(self._micro_batches)
+
+    def close(self) -> None:
+        """Stops planning ahead."""
+        self._planner.close()
+
+    def _run(self) -> Iterator[MicroBatch]:
+        while True:
+            step = self._planner.next_step()
+            compare_digests(step)
+            self._on_step(step)
+            for micro_batch in range(step.plan.num_micro_batches):
+                yield self._load(step, micro_batch)
+
+    def _load(self, step: PlannedStep, micro_batch: int) -> MicroBatch:
+        nested = NestedBatch.build(
+            step.plan, self._rank, micro_batch, self._row_multiple, self._overlap
+        )
+        layout = nested.layout
+        tokens, labels, loss_mask = read_tokens(
+            layout, step.batch.documents, step.batch.lengths, self._documents
+        )
+        is_filler = np.arange(layout.buffer_tokens) >= layout.num_tokens
+        return MicroBatch(
+            nested=nested,
+            step_has_targets=step.num_targets > 0,
+            tokens=_row(tokens),
+            labels=_row(labels),
+            loss_mask=_row(loss_mask),
+            positions=_row(layout.positions)[0],
+            padding_mask=_row(is_filler),
+        )
+
+
+def _row(values: np.ndarray) -> Tensor:
+    """`[1, T]` on the device of the job."""
+    return torch.from_numpy(values).unsqueeze(0).to("cuda", non_blocking=True)
+
+
+def compare_digests(step: PlannedStep) -> None:
+    """Checks that every rank of the job planned the same step; one small collective.
+
+    Raises:
+        RuntimeError: the plans differ, on all ranks alike.
+    """
+    number = int(step.digest[:15], 16)  # 60 bits fit into int64 with either sign
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device="cuda")
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    highest, lowest = extremes[0].item(), -extremes[1].item()
+    if highest != lowest:
+        raise RuntimeError(
+            f"plans of step {step.number} differ between ranks (this one: {step.digest[:15]}); "
+            "every rank must see the same data, seed, flags and package versions"
+        )

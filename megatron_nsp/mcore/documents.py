@@ -1,0 +1,61 @@
+"""The training documents: Megatron IndexedDatasets (.bin/.idx), read slice by slice.
+
+Documents are numbered through all given datasets in order. A rank reads only the tokens it holds.
+"""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_nsp.plan import IntArray
+
+
+class Documents:
+    """The documents of one or more datasets.
+
+    Args:
+        prefixes: paths without the .bin/.idx ending.
+
+    Raises:
+        ValueError: a dataset does not exist, or a number is where a path should be.
+    """
+
+    def __init__(self, prefixes: Sequence[str]) -> None:
+        """Opens the datasets memory-mapped and reads their indices."""
+        if not prefixes:
+            raise ValueError("--data-path is required: the prefix of a .bin and .idx file")
+        for prefix in prefixes:
+            if prefix.replace(".", "", 1).isdigit():
+                raise ValueError(f"--data-path takes prefixes without weights, got {prefix}")
+            for path in (prefix + ".bin", prefix + ".idx"):
+                if not os.path.isfile(path):
+                    raise ValueError(f"--data-path {prefix}: there is no file {path}")
+        self._datasets = [IndexedDataset(prefix, mmap=True) for prefix in prefixes]
+        # [datasets][documents + 1] the first sequence of each document.
+        self._bounds = [np.asarray(data.document_indices, np.int64) for data in self._datasets]
+        self.lengths: IntArray = np.concatenate(
+            [_lengths(data, bounds) for data, bounds in zip(self._datasets, self._bounds, strict=True)]
+        )
+        counts = [len(bounds) - 1 for bounds in self._bounds]
+        self._first_document = np.concatenate([[0], np.cumsum(counts)])
+
+    def read(self, document: int, start: int, stop: int) -> IntArray:
+        """Tokens [start, stop) of a document."""
+        which = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        data, bounds = self._datasets[which], self._bounds[which]
+        place = document - int(self._first_document[which])
+        parts, offset = [], 0
+        for sequence in range(bounds[place], bounds[place + 1]):
+            length = int(data.sequence_lengths[sequence])
+            low, high = max(start - offset, 0), min(stop - offset, length)
+            if low < high:
+                parts.append(data.get(sequence, offset=low, length=high - low))
+            offset += length
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def _lengths(data: IndexedDataset, bounds: IntArray) -> IntArray:
+    ends = np.concatenate([[0], np.cumsum(data.sequence_lengths, dtype=np.int64)])
+    return np.diff(ends[bounds])

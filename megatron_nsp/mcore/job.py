@@ -1,0 +1,158 @@
+"""What a command line asks for, checked and ready to plan: everything before a process group."""
+
+import argparse
+import os
+from dataclasses import dataclass
+
+from megatron_nsp.config import NSPConfig, flag
+from megatron_nsp.groups import NestedGroups
+from megatron_nsp.mcore import validate
+from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.model import model_shape
+from megatron_nsp.mcore.step_log import step_line
+from megatron_nsp.plan import IntArray, Plan
+from megatron_nsp.planner.cost import CostModel
+from megatron_nsp.planner.profile import Profile, load_profile
+from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.planner.window import plan_batch, policy_names
+from megatron_nsp.replay import PlanRecorder, PlanReplay
+from megatron_nsp.sampler import BatchSampler
+from megatron_nsp.step_planner import PlanBatch, PlannedStep, StepPlanner
+from megatron_nsp.tree import SPTree
+
+REPLAY_PREFIX = "file:"
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A checked job.
+
+    Attributes:
+        args: Megatron's arguments; those Megatron derives are there once it validated them.
+        config: our settings.
+        tree: the SP tree of every domain.
+        num_micro_batches: passes of a step, fixed for the run.
+        max_length: longest sample to train on, in tokens.
+        row_multiple: buffers are filled to a multiple of this many rows.
+        documents: the training documents.
+        profile: the planner's cost profile.
+        recorder: where rank 0 records plans, if anywhere.
+    """
+
+    args: argparse.Namespace
+    config: NSPConfig
+    tree: SPTree
+    num_micro_batches: int
+    max_length: int
+    row_multiple: int
+    documents: Documents
+    profile: Profile
+    recorder: PlanRecorder | None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, config: NSPConfig) -> "Job":
+        """Checks everything and opens the data.
+
+        Raises:
+            ValueError: a flag cannot be used; one line that names it.
+        """
+        config.validate()
+        tree = validate.job_tree(args, config)
+        num_micro_batches = validate.check_loop(args, tree.num_ranks)
+        validate.check_attention(args)
+        validate.check_moe(args)
+        if args.seq_length is None and config.max_length is None:
+            raise ValueError("--seq-length is required: the longest sample to train on, in tokens")
+        max_length = config.max_length or args.seq_length
+        documents = Documents(args.data_path or ())
+        validate.check_lengths(config, documents, max_length, tree)
+        if not config.policy.startswith(REPLAY_PREFIX) and config.policy not in policy_names(tree):
+            raise ValueError(
+                f"{flag('policy')} must be file:PATH or one of {', '.join(policy_names(tree))}, got "
+                f"{config.policy}"
+            )
+        is_recorder = config.record_plans is not None and os.environ.get("RANK", "0") == "0"
+        return cls(
+            args=args,
+            config=config,
+            tree=tree,
+            num_micro_batches=num_micro_batches,
+            max_length=max_length,
+            row_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            documents=documents,
+            profile=load_profile(config.profile or ("cpu-gloo" if config.cpu else "h100-ib")),
+            recorder=PlanRecorder(config.record_plans) if is_recorder else None,
+        )
+
+    def train_planner(self, first_step: int) -> tuple[StepPlanner, Documents]:
+        """The planner of the training steps from `first_step` on, and its documents."""
+        planner = self._planner(self.documents, self._plan_batch(), first_step)
+        return planner, self.documents
+
+    def valid_planner(self) -> tuple[StepPlanner, Documents]:
+        """The planner of the evaluation steps, and its documents."""
+        documents = Documents(self.args.valid_data_path)
+        return self._planner(documents, self._search_plans(), 0), documents
+
+    def _planner(self, documents: Documents, plan_batch: PlanBatch, first_step: int) -> StepPlanner:
+        sampler = BatchSampler(
+            documents.lengths, self.config.batch_tokens, self.max_length, self.args.seed
+        )
+        can_carry = self.config.token_budget is not None or self._is_replay
+        return StepPlanner(sampler, plan_batch, self.config.plan_ahead, can_carry, first_step)
+
+    @property
+    def _is_replay(self) -> bool:
+        return self.config.policy.startswith(REPLAY_PREFIX)
+
+    def _cost(self) -> CostModel:
+        bytes_per_element = 2 if self.args.bf16 or self.args.fp16 else 4
+        return CostModel(self.profile, model_shape(self.args, bytes_per_element), self.tree)
+
+    def _plan_batch(self) -> PlanBatch:
+        if not self._is_replay:
+            return self._search_plans()
+        path = self.config.policy.removeprefix(REPLAY_PREFIX)
+        replay = PlanReplay(path, self.tree, self.num_micro_batches, self.config.token_budget)
+        cost = self._cost()
+
+        def replay_batch(lengths: IntArray) -> tuple[Plan, PlanScore]:
+            plan = replay.plan(lengths)
+            return plan, cost.score(plan)
+
+        return replay_batch
+
+    def _search_plans(self) -> PlanBatch:
+        cost, config = self._cost(), self.config
+        policy = "auto" if self._is_replay else config.policy
+
+        def search_batch(lengths: IntArray) -> tuple[Plan, PlanScore]:
+            result = plan_batch(
+                lengths,
+                self.tree,
+                cost,
+                token_budget=config.token_budget,
+                num_micro_batches=self.num_micro_batches,
+                policy=policy,
+            )
+            return result.plan, result.score
+
+        return search_batch
+
+    def describe(self, groups: NestedGroups, kernel_name: str) -> str:
+        """One line on how the job runs."""
+        estimate = " (estimate)" if self.profile.is_estimate else ""
+        return (
+            f"nsp: {self.tree.num_ranks} ranks in the domain, degrees {list(self.tree.degrees)}, "
+            f"{groups.num_groups} of {groups.num_creations} groups on this rank, kernel "
+            f"{kernel_name}, profile {self.profile.name}{estimate}, policy {self.config.policy}, "
+            f"{self.num_micro_batches} passes a step of {self.config.batch_tokens} tokens, longest "
+            f"sample {self.max_length} tokens"
+        )
+
+    def log_step(self, step: PlannedStep) -> None:
+        """Prints the step's line on the last rank and records its plan on rank 0."""
+        if int(os.environ.get("RANK", "0")) == self.args.world_size - 1:
+            print(step_line(step), flush=True)
+        if self.recorder is not None:
+            self.recorder.write(step.plan)

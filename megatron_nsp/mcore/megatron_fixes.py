@@ -1,0 +1,29 @@
+"""Changes to Megatron 0.19.x at run time, each with its reason and a way to see when it can go."""
+
+import importlib.util
+import os
+from typing import Any
+
+from megatron.core.datasets import utils as dataset_utils
+
+
+def apply() -> None:
+    """Applies all of them; a second call changes nothing."""
+    _keep_compiled_dataset_helpers()
+
+
+def _keep_compiled_dataset_helpers() -> None:
+    """Skips `make` where the helpers are compiled already.
+
+    Megatron builds its dataset index helpers at start. A wheel has them compiled and carries no
+    Makefile, so the build fails and ends the job. Can go when `compile_helpers` looks first.
+    """
+    folder = os.path.dirname(dataset_utils.__file__)
+    has_helpers = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+    if not has_helpers or os.path.isfile(os.path.join(folder, "Makefile")):
+        return
+
+    def compile_helpers(*_: Any, **__: Any) -> None:
+        """Nothing to compile."""
+
+    dataset_utils.compile_helpers = compile_helpers

@@ -1,0 +1,45 @@
+"""What Megatron carries through the layers of one micro-batch.
+
+Megatron hands `packed_seq_params` unchanged to the rotary embedding and to core attention, in the
+first pass and in a recompute pass alike. Our subclass travels there, so that no module holds state.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_nsp.attention import AttentionRuntime, NestedBatch
+
+
+@dataclass
+class NestedSeqParams(PackedSeqParams):
+    """One micro-batch of a plan and what to run it with.
+
+    `qkv_format` stays 'sbhd': Megatron then hands over q, k and v as `[T, 1, heads, D]` and applies
+    rotary frequencies row by row. `cp_group` stays None: only attention sees a node's group.
+
+    Attributes:
+        nested: the micro-batch.
+        runtime: groups, kernel and queue.
+        positions: `[T]` int64 place of each token in its own sample.
+    """
+
+    nested: NestedBatch | None = None
+    runtime: AttentionRuntime | None = None
+    positions: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, nested: NestedBatch, runtime: AttentionRuntime, positions: torch.Tensor
+    ) -> "NestedSeqParams":
+        """The parameters of one micro-batch."""
+        longest = nested.layout.max_length
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            nested=nested,
+            runtime=runtime,
+            positions=positions,
+        )

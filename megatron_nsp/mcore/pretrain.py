@@ -1,0 +1,186 @@
+"""The training entry point: flags, checks, providers, then Megatron's own `pretrain`.
+
+    main() -> check flags (no process group yet) -> megatron.training.pretrain
+                                                      |- provide_data   an iterator of planned steps
+                                                      `- forward_step   one micro-batch
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import traceback
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args, parse_args
+
+from megatron_nsp.attention import AttentionRuntime
+from megatron_nsp.executor import NodeError, build_queue
+from megatron_nsp.kernels import choose_kernel
+from megatron_nsp.mcore import megatron_fixes, parallel_state
+from megatron_nsp.mcore.args import add_nsp_args, config_from_args
+from megatron_nsp.mcore.cpu import check_cpu_args, set_cpu_defaults
+from megatron_nsp.mcore.data import NestedDataIterator
+from megatron_nsp.mcore.job import Job
+from megatron_nsp.mcore.loss import per_token_loss
+from megatron_nsp.mcore.model import gpt_config
+from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.step_planner import PlannedStep
+
+
+def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds our flags to Megatron's parser and sets the defaults nested attention needs."""
+    add_nsp_args(parser)
+    parser.set_defaults(
+        attention_dropout=0.0,
+        eval_iters=0,
+        eval_interval=1000,
+        moe_token_dispatcher_type="alltoall",
+    )
+    if "--nsp-cpu" in sys.argv:
+        set_cpu_defaults(parser)
+    return parser
+
+
+def parse_job() -> tuple[argparse.Namespace, Job]:
+    """Parses and checks the command line, ours before Megatron's.
+
+    Raises:
+        ValueError: a flag cannot be used; one line that names it.
+    """
+    raw = parse_args(add_args)
+    if raw.nsp_cpu:
+        check_cpu_args(raw)
+    job = Job.from_args(raw, config_from_args(raw))
+    defaults = {
+        "micro_batch_size": 1,
+        "global_batch_size": job.tree.num_ranks * job.num_micro_batches,
+        "dataloader_type": "external",
+    }
+    args = parse_and_validate_args(add_args, args_defaults=defaults)
+    return args, dataclasses.replace(job, args=args)
+
+
+class Trainer:
+    """The callbacks Megatron calls, around the state of one run.
+
+    Args:
+        args: validated Megatron arguments.
+        job: what the flags ask for.
+    """
+
+    is_distributed = True
+    """Tells Megatron to build the data on every rank."""
+
+    def __init__(self, args: argparse.Namespace, job: Job) -> None:
+        """Opens nothing yet: groups and data come when Megatron calls."""
+        self.args, self.job = args, job
+        self.runtime: AttentionRuntime | None = None
+        self.step: PlannedStep | None = None
+        self._iterators: list[NestedDataIterator] = []
+
+    def __call__(
+        self, train_val_test_num_samples: Any, vp_stage: int | None = None
+    ) -> tuple[NestedDataIterator, NestedDataIterator | None, None]:
+        """Megatron's dataset provider: iterators of planned micro-batches."""
+        groups = parallel_state.get_nested_groups()
+        device = torch.device("cpu" if self.job.config.cpu else "cuda")
+        self.runtime = AttentionRuntime(
+            groups,
+            choose_kernel(self.job.config.kernel, device),
+            build_queue(device, self.job.config.overlap),
+        )
+        if dist.get_rank() == 0:
+            print(self.job.describe(groups, self.runtime.kernel.name), flush=True)
+        train = self._iterator(self.job.train_planner(self.args.iteration), self._start_step)
+        valid = None
+        if self.args.eval_iters:
+            valid = self._iterator(self.job.valid_planner(), lambda step: None)
+        return train, valid, None
+
+    def _iterator(self, planned: Any, on_step: Any) -> NestedDataIterator:
+        planner, documents = planned
+        iterator = NestedDataIterator(
+            planner,
+            documents,
+            parallel_state.get_nested_groups().rank,
+            self.job.row_multiple,
+            self.job.config.overlap,
+            on_step,
+        )
+        self._iterators.append(iterator)
+        return iterator
+
+    def _start_step(self, step: PlannedStep) -> None:
+        self.step = step
+        self.job.log_step(step)
+
+    def forward_step(self, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        """Megatron's forward step: the losses of one micro-batch and how to sum them."""
+        batch = next(data_iterator)
+        assert self.runtime is not None
+        params = NestedSeqParams.of(batch.nested, self.runtime, batch.positions)
+        extra = {"padding_mask": batch.padding_mask} if self.args.num_experts else {}
+        losses = model(
+            batch.tokens,
+            batch.positions.unsqueeze(0),
+            None,
+            labels=batch.labels,
+            packed_seq_params=params,
+            **extra,
+        )
+        loss = partial(
+            per_token_loss, loss_mask=batch.loss_mask, step_has_targets=batch.step_has_targets
+        )
+        return losses, loss
+
+    def close(self) -> None:
+        """Stops planning ahead."""
+        for iterator in self._iterators:
+            iterator.close()
+
+    def describe_failure(self, error: BaseException) -> str:
+        """One line on what failed where: rank, step, node and documents."""
+        where = [f"rank {os.environ.get('RANK', '0')}"]
+        if self.step is not None:
+            where.append(f"step {self.step.number + 1}")
+        if isinstance(error, NodeError) and self.step is not None:
+            documents = self.step.batch.documents[error.samples].tolist()
+            where.append(f"documents {documents[:8]}{'...' if len(documents) > 8 else ''}")
+        return f"nsp: {', '.join(where)}: {error}"
+
+
+def main() -> None:
+    """Trains a GPT model with nested sequence parallelism, as the command line says.
+
+    Exits with 2 and one line for flags that cannot be used: from rank 0 alone.
+    """
+    try:
+        args, job = parse_job()
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pretrain_nsp.py: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    megatron_fixes.apply()
+    parallel_state.install(job.tree)
+    trainer = Trainer(args, job)
+    config = pretrain_cfg_container_from_args(args, gpt_config(args))
+    try:
+        pretrain(config, trainer, ModelType.encoder_or_decoder, trainer.forward_step)
+    except Exception as error:
+        # The other ranks wait in a collective for this one: say what happened, then end at once,
+        # without the teardown of groups that would wait for them.
+        print(trainer.describe_failure(error), file=sys.stderr, flush=True)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    trainer.close()
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()

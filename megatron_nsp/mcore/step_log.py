@@ -1,0 +1,55 @@
+"""The line a run prints for every step, and the record of its plans."""
+
+from megatron_nsp.step_planner import PlannedStep
+
+
+def step_line(step: PlannedStep) -> str:
+    """One line on what a step holds and how it was planned.
+
+    Imbalance is the predicted time of the busiest rank over the mean rank.
+    """
+    parts = [
+        f"nsp step {step.number + 1}",
+        f"samples: {step.num_samples}",
+        f"tokens: {step.num_tokens}",
+        f"targets: {step.num_targets}" + ("" if step.num_targets else " (no targets in this step)"),
+        f"imbalance: {imbalance(step):.3f}",
+        f"tokens per degree: {degree_shares(step)}",
+        f"plan: {step.plan_ms:.1f} ms, waited {step.waited_ms:.1f} ms",
+    ]
+    batch = step.batch
+    if len(batch.over_long):
+        parts.append(
+            f"left out: {len(batch.over_long)} over-long ({batch.over_long_tokens} tokens: "
+            f"documents {_some(batch.over_long.tolist())})"
+        )
+    if batch.num_empty:
+        parts.append(f"left out: {batch.num_empty} empty")
+    if len(step.plan.carried):
+        parts.append(f"carried to the next step: {len(step.plan.carried)}")
+    return " | ".join(parts)
+
+
+def imbalance(step: PlannedStep) -> float:
+    """Predicted time of the busiest rank over the mean; 1 for a step without work."""
+    load_us = step.score.rank_load_us
+    mean_us = float(load_us.mean())
+    return float(load_us.max()) / mean_us if mean_us else 1.0
+
+
+def degree_shares(step: PlannedStep) -> str:
+    """Share of the step's tokens at each degree, for example `1: 62%, 4: 38%`."""
+    plan = step.plan
+    runs = plan.micro_batch >= 0
+    total = max(1, int(plan.lengths[runs].sum()))
+    shares = []
+    for degree in plan.tree.degrees:
+        at_degree = runs & (plan.depth == plan.tree.depth_of(degree))
+        if at_degree.any():
+            shares.append(f"{degree}: {100 * int(plan.lengths[at_degree].sum()) / total:.0f}%")
+    return ", ".join(shares) or "none"
+
+
+def _some(numbers: list[int], most: int = 5) -> str:
+    shown = ", ".join(str(number) for number in numbers[:most])
+    return shown + (f" and {len(numbers) - most} more" if len(numbers) > most else "")

@@ -1,0 +1,194 @@
+"""Everything a job can get wrong, checked before any process group exists and before Megatron.
+
+Each check raises ValueError with one line that names the flag and the numbers; all ranks come to
+the same verdict, since they look at the same flags and the same index file.
+"""
+
+import argparse
+
+from megatron_nsp.config import NSPConfig, build_tree, flag
+from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.tree import SPTree
+
+
+def domain_size(args: argparse.Namespace) -> int:
+    """Ranks of the data-parallel domain.
+
+    Raises:
+        ValueError: context parallelism is on, or the ranks do not divide.
+    """
+    if args.context_parallel_size != 1:
+        raise ValueError(
+            f"--context-parallel-size must be 1 with nested sequence parallelism, which shares "
+            f"samples over the data-parallel ranks itself; got {args.context_parallel_size}"
+        )
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % model_parallel:
+        raise ValueError(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} times "
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} does not divide "
+            f"the {args.world_size} ranks"
+        )
+    return int(args.world_size) // model_parallel
+
+
+def heads_per_rank(args: argparse.Namespace) -> tuple[int, int]:
+    """Query and key/value heads on a tensor-parallel rank.
+
+    Raises:
+        ValueError: the heads do not divide over tensor parallelism.
+    """
+    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads is None or heads < 1:
+        raise ValueError(f"--num-attention-heads must be at least 1, got {heads}")
+    kv_heads = args.num_query_groups if args.group_query_attention else heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"--num-attention-heads {heads} is no multiple of --num-query-groups {kv_heads}"
+        )
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} cannot split {heads} query and {kv_heads} "
+            "key/value heads evenly"
+        )
+    return heads // tp, max(1, kv_heads // tp)
+
+
+def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
+    """Checks the loss and batch flags; returns the number of micro-batches of a step.
+
+    Raises:
+        ValueError: per-token loss is off, or the batch sizes do not fit.
+    """
+    if not args.calculate_per_token_loss:
+        raise ValueError(
+            "--calculate-per-token-loss is required: ranks hold different numbers of tokens"
+        )
+    if args.micro_batch_size not in (None, 1):
+        raise ValueError(
+            f"--micro-batch-size must be 1, got {args.micro_batch_size}: a micro-batch is one "
+            f"packed buffer; {flag('batch_tokens')} sets the size of a step"
+        )
+    args.micro_batch_size = 1
+    if args.global_batch_size is None:
+        args.global_batch_size = num_ranks
+    if args.global_batch_size % num_ranks:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of the {num_ranks} "
+            "data-parallel ranks; it sets the passes of a step, one for each multiple"
+        )
+    if args.rampup_batch_size is not None:
+        raise ValueError("--rampup-batch-size cannot be used: the passes of a step are fixed")
+    if args.eval_iters and not args.valid_data_path:
+        raise ValueError(f"--eval-iters {args.eval_iters} needs --valid-data-path")
+    if args.dataloader_type not in (None, "external"):
+        raise ValueError(f"--dataloader-type must be external, got {args.dataloader_type}")
+    args.dataloader_type = "external"
+    return int(args.global_batch_size) // num_ranks
+
+
+def check_attention(args: argparse.Namespace) -> None:
+    """Refuses attention that nested attention does not compute.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    refused = {
+        "attention_dropout": (0.0, "--attention-dropout must be 0"),
+        "multi_latent_attention": (False, "--multi-latent-attention is not supported yet"),
+        "mtp_num_layers": (None, "--mtp-num-layers is not supported yet"),
+        "window_size": (None, "--window-size is not supported yet"),
+        "experimental_attention_variant": (
+            None,
+            "--experimental-attention-variant is not supported",
+        ),
+        "cuda_graph_impl": ("none", "--cuda-graph-impl must be none: boundaries change each step"),
+        "fp8": (None, "--fp8-format is not supported yet"),
+        "fp4": (None, "--fp4-format is not supported yet"),
+    }
+    for name, (allowed, message) in refused.items():
+        value = getattr(args, name, allowed)
+        if value != allowed and value is not None:
+            raise ValueError(f"{message}, got {value}")
+    if args.softmax_type != "vanilla":
+        raise ValueError(f"--softmax-type must be vanilla, got {args.softmax_type}")
+    if args.position_embedding_type not in ("rope", "none", "learned_absolute"):
+        raise ValueError(
+            "--position-embedding-type must be rope, learned_absolute or none, got "
+            f"{args.position_embedding_type}"
+        )
+
+
+def check_moe(args: argparse.Namespace) -> None:
+    """Refuses routing that depends on which rank a token is on.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    if not args.num_experts:
+        return
+    coefficients = args.moe_aux_loss_coeff
+    if not isinstance(coefficients, list | tuple):
+        coefficients = [coefficients]
+    if any(coefficients):
+        raise ValueError(
+            f"--moe-aux-loss-coeff must be 0, got {args.moe_aux_loss_coeff}: the auxiliary loss "
+            "would depend on which rank a token is on"
+        )
+    balancing = args.moe_router_load_balancing_type
+    for name in [balancing] if isinstance(balancing, str) else balancing:
+        if name in ("sinkhorn", "quantile_balancing"):
+            raise ValueError(
+                f"--moe-router-load-balancing-type {name} cannot be used: it would route by the "
+                "tokens of one rank"
+            )
+    if args.moe_expert_capacity_factor is not None:
+        raise ValueError(
+            f"--moe-expert-capacity-factor must not be set, got {args.moe_expert_capacity_factor}:"
+            " it drops tokens by the counts of one rank"
+        )
+    if args.moe_token_dispatcher_type == "allgather":
+        raise ValueError(
+            "--moe-token-dispatcher-type must be alltoall or flex, got allgather, which needs the "
+            "same number of tokens on every rank"
+        )
+
+
+def check_lengths(
+    config: NSPConfig, documents: Documents, max_length: int, tree: SPTree
+) -> None:
+    """Checks the documents against the longest length and the token budget.
+
+    Raises:
+        ValueError: names the document, its length and the limit.
+    """
+    lengths = documents.lengths
+    over_long = (lengths > max_length).nonzero()[0]
+    if config.over_long == "error" and len(over_long):
+        first = int(over_long[0])
+        raise ValueError(
+            f"document {first} has {lengths[first]} tokens, over {flag('max_length')} "
+            f"{max_length}; {len(over_long)} of {len(lengths)} documents are"
+        )
+    usable = lengths[(lengths > 0) & (lengths <= max_length)]
+    if not len(usable):
+        raise ValueError(
+            f"--data-path holds no document to train on: {len(lengths)} documents, none with 1 to "
+            f"{max_length} tokens"
+        )
+    longest = int(usable.max())
+    needed = -(-longest // tree.max_degree)
+    if config.token_budget is not None and needed > config.token_budget:
+        raise ValueError(
+            f"{flag('token_budget')} {config.token_budget} is too small: the longest sample of "
+            f"{longest} tokens puts {needed} on a rank at the largest degree {tree.max_degree}"
+        )
+
+
+def job_tree(args: argparse.Namespace, config: NSPConfig) -> SPTree:
+    """The SP tree of a job's flags.
+
+    Raises:
+        ValueError: see `config.build_tree`, `domain_size` and `heads_per_rank`.
+    """
+    return build_tree(config, domain_size(args), *heads_per_rank(args))

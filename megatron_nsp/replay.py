@@ -1,0 +1,90 @@
+"""Recorded plans: one JSON plan a line, written by a run and played back by another.
+
+Playing plans back bypasses the planner: for repeating a run exactly, and for placements that no
+planner would choose.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_nsp.plan import IntArray, Plan
+from megatron_nsp.tree import SPTree
+
+
+class PlanRecorder:
+    """Appends plans to a file.
+
+    Args:
+        path: the file, emptied first.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Empties the file."""
+        self._path = Path(path)
+        self._path.write_text("")
+
+    def write(self, plan: Plan) -> None:
+        """Appends one plan."""
+        with self._path.open("a") as file:
+            file.write(plan.to_json() + "\n")
+
+
+class PlanReplay:
+    """Hands out the plans of a file, in order.
+
+    Args:
+        path: file of one JSON plan a line.
+        tree: the job's tree.
+        num_micro_batches: the job's passes in a step.
+        token_budget: the job's token budget.
+
+    Raises:
+        ValueError: there is no such file, or a plan is for another tree, number of passes or budget.
+    """
+
+    def __init__(
+        self, path: str, tree: SPTree, num_micro_batches: int, token_budget: int | None
+    ) -> None:
+        """Reads the whole file."""
+        if not Path(path).is_file():
+            raise ValueError(f"--nsp-policy file:{path}: there is no such file")
+        lines = Path(path).read_text().splitlines()
+        self._plans = [Plan.from_json(line) for line in lines if line.strip()]
+        for number, plan in enumerate(self._plans):
+            for what, recorded, job in (
+                ("the tree", plan.tree, tree),
+                ("the micro-batches", plan.num_micro_batches, num_micro_batches),
+            ):
+                if recorded != job:
+                    raise ValueError(
+                        f"--nsp-policy file:{path}: plan {number} has {what} {recorded}, the job {job}"
+                    )
+            load = max((int(plan.token_load(m).max()) for m in range(num_micro_batches)), default=0)
+            if token_budget is not None and load > token_budget:
+                raise ValueError(
+                    f"--nsp-policy file:{path}: plan {number} puts {load} tokens on a rank, over "
+                    f"--nsp-token-budget {token_budget}"
+                )
+        self._path, self._next = path, self._numbered()
+
+    def _numbered(self) -> Iterator[tuple[int, Plan]]:
+        yield from enumerate(self._plans)
+
+    def plan(self, lengths: IntArray) -> Plan:
+        """The next recorded plan.
+
+        Raises:
+            ValueError: the file ends, or the plan is for other lengths.
+        """
+        number, plan = next(self._next, (len(self._plans), None))
+        if plan is None:
+            raise ValueError(f"--nsp-policy file:{self._path} ends after {number} plans")
+        if not np.array_equal(plan.lengths, lengths):
+            raise ValueError(
+                f"--nsp-policy file:{self._path}: plan {number} is for {plan.num_samples} samples of "
+                f"{int(plan.lengths.sum())} tokens, the batch has {len(lengths)} of "
+                f"{int(lengths.sum())}"
+            )
+        return plan

@@ -1,0 +1,119 @@
+"""Plans the steps of a run ahead of the training loop.
+
+One background thread draws batches and plans them in order, so what it yields depends on the seed
+and the configuration alone, never on timing. A step can depend on the one before it (samples that
+did not fit are carried over), which is why the thread is one.
+"""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from megatron_nsp.plan import IntArray, Plan
+from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.sampler import Batch, BatchSampler
+
+PlanBatch = Callable[[IntArray], tuple[Plan, PlanScore]]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """One step, ready to run.
+
+    Attributes:
+        number: steps of the run before this one.
+        batch: its samples.
+        plan: their plan; sample j is `batch.documents[j]`.
+        score: what the cost model says about the plan.
+        plan_ms: time it took to draw and plan, in the background or not.
+        waited_ms: part of that time the training loop waited for.
+    """
+
+    number: int
+    batch: Batch
+    plan: Plan
+    score: PlanScore
+    plan_ms: float
+    waited_ms: float = 0.0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that run in this step."""
+        return self.plan.num_samples - len(self.plan.carried)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that run in this step."""
+        return int(self.plan.lengths.sum() - self.plan.lengths[self.plan.carried].sum())
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens with a target: all but the last of each sample."""
+        return self.num_tokens - self.num_samples
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over step number, documents and plan: equal on ranks that agree on the step."""
+        state = hashlib.sha256(f"{self.number} {self.plan.digest} ".encode())
+        state.update(self.batch.documents.astype("<i8").tobytes())
+        return state.hexdigest()
+
+
+class StepPlanner:
+    """Yields the planned steps of a run in order.
+
+    Args:
+        sampler: draws the batches.
+        plan_batch: plans lengths; a pure function.
+        plan_ahead: steps kept planned ahead; 0 plans in the caller's thread.
+        can_carry: whether a plan may carry samples over; without it skipped steps are not planned.
+        first_step: steps to skip, for a run that resumes.
+    """
+
+    def __init__(
+        self,
+        sampler: BatchSampler,
+        plan_batch: PlanBatch,
+        plan_ahead: int,
+        can_carry: bool,
+        first_step: int = 0,
+    ) -> None:
+        """Skips to `first_step`; planning starts with the first call of `next_step`."""
+        self._sampler, self._plan_batch, self._plan_ahead = sampler, plan_batch, plan_ahead
+        self._number = 0
+        self._ahead: deque[Future[PlannedStep]] = deque()
+        self._thread = ThreadPoolExecutor(1, "nsp-planner") if plan_ahead else None
+        for _ in range(first_step):
+            batch = self._sampler.draw()
+            if can_carry:
+                self._sampler.carry(batch.documents[self._plan_batch(batch.lengths)[0].carried])
+            self._number += 1
+
+    def next_step(self) -> PlannedStep:
+        """The next step; `waited_ms` says how long the caller was kept."""
+        started = time.perf_counter()
+        if self._thread is None:
+            step = self._plan()
+        else:
+            while len(self._ahead) < self._plan_ahead:
+                self._ahead.append(self._thread.submit(self._plan))
+            step = self._ahead.popleft().result()
+            self._ahead.append(self._thread.submit(self._plan))
+        waited_ms = (time.perf_counter() - started) * 1e3
+        return PlannedStep(step.number, step.batch, step.plan, step.score, step.plan_ms, waited_ms)
+
+    def close(self) -> None:
+        """Stops planning ahead."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _plan(self) -> PlannedStep:
+        started = time.perf_counter()
+        batch = self._sampler.draw()
+        plan, score = self._plan_batch(batch.lengths)
+        self._sampler.carry(batch.documents[plan.carried])
+        number, self._number = self._number, self._number + 1
+        return PlannedStep(number, batch, plan, score, (time.perf_counter() - started) * 1e3)
