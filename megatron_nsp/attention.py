@@ -109,7 +109,7 @@ class _NestedAttention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         batch, mask, runtime = ctx.call
         kv_shape = (dout_THD.shape[0], ctx.num_kv_heads, dout_THD.shape[2])
         grads = (
@@ -129,7 +129,7 @@ class _NestedAttention(torch.autograd.Function):
                 mask,
                 saved[place * per_node : (place + 1) * per_node],
                 dout_THD[rows],
-                tuple(grad[rows] for grad in grads),
+                (grads[0][rows], grads[1][rows], grads[2][rows]),
             )
         play(batch.steps(Pass.BWD), passes, runtime.queue)
         return (*grads, None, None, None)

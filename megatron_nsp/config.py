@@ -91,7 +91,7 @@ def flag(field_name: str) -> str:
 def is_admissible(degree: int, num_heads: int, num_kv_heads: int) -> bool:
     """Whether Ulysses can split this many heads over `degree` ranks.
 
-    Query heads must divide. Key/value heads must divide, or each must serve a whole number of ranks.
+    Query heads must divide. Key/value heads must divide, or each serve a whole number of ranks.
 
     Args:
         degree: ranks of the node.
@@ -111,7 +111,7 @@ def build_tree(config: NSPConfig, num_ranks: int, num_heads: int, num_kv_heads: 
         num_kv_heads: key/value heads on a tensor-parallel rank.
 
     Raises:
-        ValueError: a degree does not divide the ranks or the heads; names the flag and both numbers.
+        ValueError: a degree does not divide the ranks or the heads; names flag and numbers.
     """
     chosen = "degrees" if config.degrees is not None else "max_degree"
     try:

@@ -173,9 +173,7 @@ class NodeError(RuntimeError):
         self.samples: list[int] = part.samples.tolist()
 
 
-def play(
-    steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: CommunicationQueue
-) -> None:
+def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: CommunicationQueue) -> None:
     """Runs one pass of one layer.
 
     Args:

@@ -7,6 +7,7 @@ Nodes of degree 1 have no group: they exchange with nobody.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class NestedGroups:
         Raises:
             ValueError: a domain's size is not the tree's, or this rank is in no domain.
         """
-        new_group = new_group or dist.new_group
+        make_group: Callable[..., Any] = new_group or dist.new_group
         for domain in domains:
             if len(domain) != tree.num_ranks:
                 raise ValueError(f"a domain has {len(domain)} ranks, the tree {tree.num_ranks}")
@@ -59,7 +60,7 @@ class NestedGroups:
             if tree.degree(node) == 1:
                 continue
             for domain in domains:
-                group = new_group([domain[member] for member in tree.ranks(node)])
+                group = make_group([domain[member] for member in tree.ranks(node)])
                 num_creations += 1
                 if global_rank in domain and rank in tree.ranks(node):
                     assert group is not None, f"no group for {node=} on {global_rank=}"

@@ -38,7 +38,7 @@ class Plan:
         micro_batch: `[n]` the micro-batch each sample runs in; `CARRIED` (-1) for a sample left for
             the next step.
         num_micro_batches: passes of the step; passes without samples are filler passes.
-        token_budget: the largest number of tokens a rank may hold in one micro-batch; None = no limit.
+        token_budget: most tokens a rank may hold in one micro-batch; None = no limit.
     """
 
     tree: SPTree
@@ -141,7 +141,7 @@ class Plan:
         return load
 
     def over_budget_tokens(self) -> int:
-        """Tokens by which the fullest rank of any micro-batch exceeds the budget; 0 if none does."""
+        """Tokens by which the fullest rank of any micro-batch exceeds the budget, or 0."""
         if self.token_budget is None:
             return 0
         loads = [int(self.token_load(m).max()) for m in range(self.num_micro_batches)]

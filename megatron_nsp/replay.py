@@ -41,7 +41,7 @@ class PlanReplay:
         token_budget: the job's token budget.
 
     Raises:
-        ValueError: there is no such file, or a plan is for another tree, number of passes or budget.
+        ValueError: there is no such file, or a plan is for another tree, passes or budget.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class PlanReplay:
             ):
                 if recorded != job:
                     raise ValueError(
-                        f"--nsp-policy file:{path}: plan {number} has {what} {recorded}, the job {job}"
+                        f"--nsp-policy file:{path}: plan {number} has {what} {recorded}, "
+                        f"the job {job}"
                     )
             load = max((int(plan.token_load(m).max()) for m in range(num_micro_batches)), default=0)
             if token_budget is not None and load > token_budget:
@@ -83,8 +84,8 @@ class PlanReplay:
             raise ValueError(f"--nsp-policy file:{self._path} ends after {number} plans")
         if not np.array_equal(plan.lengths, lengths):
             raise ValueError(
-                f"--nsp-policy file:{self._path}: plan {number} is for {plan.num_samples} samples of "
-                f"{int(plan.lengths.sum())} tokens, the batch has {len(lengths)} of "
+                f"--nsp-policy file:{self._path}: plan {number} is for {plan.num_samples} samples "
+                f"of {int(plan.lengths.sum())} tokens, the batch has {len(lengths)} of "
                 f"{int(lengths.sum())}"
             )
         return plan

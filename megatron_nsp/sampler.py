@@ -66,7 +66,7 @@ class BatchSampler:
         if not usable.any():
             longest = int(lengths.max(initial=0))
             raise ValueError(
-                f"none of the {len(lengths)} documents can be trained on: lengths must be from 1 to "
+                f"none of the {len(lengths)} documents can be trained on: lengths must be 1 to "
                 f"{max_length} tokens, the longest is {longest}"
             )
         self._lengths, self._max_length = lengths, max_length

@@ -19,7 +19,7 @@ class Node(NamedTuple):
     """One aligned block of ranks: the `index`-th block at `depth` (0 = root)."""
 
     depth: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no one asks a node for
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class SPTree:
                 )
         if self.num_ranks % self.degrees[-1]:
             raise ValueError(
-                f"degree {self.degrees[-1]} does not divide the {self.num_ranks} ranks of the domain"
+                f"degree {self.degrees[-1]} does not divide the {self.num_ranks} ranks"
+                " of the domain"
             )
 
     @classmethod

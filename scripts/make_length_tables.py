@@ -1,8 +1,9 @@
 """Makes the quantile tables of sample lengths that ship with the package.
 
-A table holds points (survival, length): the share of samples longer than `length` is `survival`. The
-points lie one hundredth apart down to 0.02, then sixteen to a decade, so that the rare long samples
-are drawn faithfully; readers interpolate the length linearly in the survival between two points.
+A table holds points (survival, length): the share of samples longer than `length` is `survival`.
+The points lie one hundredth apart down to 0.02, then sixteen to a decade, so that the rare long
+samples are drawn faithfully; readers interpolate the length linearly in the survival between two
+points.
 
 Usage: `python scripts/make_length_tables.py TRACE_DIR`, where TRACE_DIR holds `wikipedia.npz` and
 `source_code.npz` with an array `lengths`. The third table, `paper-mix`, is synthetic: a lognormal

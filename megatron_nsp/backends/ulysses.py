@@ -132,7 +132,8 @@ class UlyssesBackward:
 
     def compute(self, received: Tensor) -> None:
         """Runs the kernel's backward on the whole stream; `received` is `[S, h, D]`."""
-        dqkv = self.kernel.backward(received, *self.saved, self.samples, self.mask)
+        q, k, v, out, lse = self.saved
+        dqkv = self.kernel.backward(received, q, k, v, out, lse, self.samples, self.mask)
         self.head_counts = [x.shape[1] for x in dqkv]
         self.dqkv = torch.cat(dqkv, dim=1)  # [S, h+2n, D]
 

@@ -26,7 +26,12 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def add_nsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds every field of NSPConfig as a flag to Megatron's parser and returns the parser."""
+    """Adds every field of NSPConfig as a flag to Megatron's parser and returns the parser.
+
+    A parser that has the flags stays as it is: Megatron patched with `patches/` adds them.
+    """
+    if parser.get_default(_destination("batch_tokens")) is not None:
+        return parser
     group = parser.add_argument_group("nested sequence parallelism")
     hints, docs = get_type_hints(NSPConfig), field_docs()
     for field in fields(NSPConfig):
@@ -57,3 +62,12 @@ def config_from_args(args: argparse.Namespace) -> NSPConfig:
     """The NSPConfig of parsed flags."""
     values = {field.name: getattr(args, _destination(field.name)) for field in fields(NSPConfig)}
     return NSPConfig(**values)
+
+
+def changed_flags(args: argparse.Namespace) -> list[str]:
+    """The flags whose parsed value is not the default; none if the parser did not have them."""
+    return [
+        flag(field.name)
+        for field in fields(NSPConfig)
+        if getattr(args, _destination(field.name), field.default) != field.default
+    ]

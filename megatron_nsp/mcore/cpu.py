@@ -1,12 +1,10 @@
 """CPU mode: run Megatron's unmodified training loop on CPU ranks with gloo (`--nsp-cpu`).
 
 Megatron names the device "cuda" in some 200 places and asks `torch.cuda` for streams, events,
-memory and generators. This mode answers those calls on the CPU, so that tests and small examples
-execute the very loop, optimizer and checkpoint code that a GPU run executes. It is not a fallback:
-nothing here happens before `enable_cpu_mode()` is called, and a process that has already touched a
-GPU is refused.
+memory and generators. This mode answers on the CPU, so that tests and small examples execute the
+very loop, optimizer and checkpoint code of a GPU run. It is no fallback: nothing happens before
+`enable_cpu_mode()` is called, and a process that has touched a GPU is refused. Afterwards:
 
-What is true afterwards, for the calling process:
     - a tensor asked for on "cuda", on a device index or by `.cuda()` lives on the CPU;
     - a CPU tensor names its type `torch.cuda.*Tensor`, which is how Megatron's optimizers sort it;
     - streams and events exist and do nothing, for CPU work is finished when a call returns;
@@ -14,10 +12,9 @@ What is true afterwards, for the calling process:
     - `torch.compile` leaves functions as they are;
     - without a launcher, the environment describes a job of one rank.
 
-The mode is in force in the thread that enabled it (torch keeps function modes per thread) and
-cannot be undone: use one process per mode. Multi-token all-to-alls, bf16, float32 and, for
-exactness tests, float64 models run under it; kernels that exist for GPUs only do not, and
-`cpu_default_args()` lists the Megatron settings which select the others.
+The mode is in force in the thread that enabled it, for torch keeps function modes per thread, and
+cannot be undone: one process, one mode. Models in bf16, float32 and, for exactness tests, float64
+run under it; kernels for GPUs do not, and `cpu_default_args()` lists the settings that avoid them.
 """
 
 import contextlib
@@ -39,8 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Settings that select code paths without GPU kernels: parser destination -> value. The first block
-# differs from Megatron's defaults, the second repeats defaults that CPU mode cannot do without.
+# Settings that avoid GPU kernels: parser destination -> value. The first block differs from
+# Megatron's defaults, the second repeats those that CPU mode cannot do without.
 _CPU_ARGS: Mapping[str, Any] = {
     "transformer_impl": "local",
     "distributed_backend": "gloo",
@@ -59,7 +56,6 @@ _CPU_ARGS: Mapping[str, Any] = {
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
     "tp_comm_overlap": False,
-    "nccl_ub": False,
 }
 
 _CUDA_TYPE_NAMES: Mapping[str, str] = {
@@ -79,9 +75,8 @@ def cpu_default_args() -> dict[str, Any]:
 def set_cpu_defaults(parser: ArgumentParser) -> None:
     """Makes the settings CPU mode implies the parser's defaults.
 
-    Call it from `extra_args_provider`, after Megatron has added its arguments and before it parses:
-    the user then types `--nsp-cpu` alone. A flag that the user does type still wins and is left to
-    `check_cpu_args`.
+    Call it from `extra_args_provider`: the user then types `--nsp-cpu` alone. A flag that is typed
+    nevertheless still wins and is left to `check_cpu_args`.
 
     Args:
         parser: Megatron's parser.
@@ -96,15 +91,12 @@ def check_cpu_args(args: Namespace) -> None:
         args: parsed Megatron arguments, validated or not.
 
     Raises:
-        ValueError: a setting differs from what CPU mode needs; names setting and both values.
+        ValueError: a setting differs from what CPU mode needs; names it and both values.
     """
     for name, needed in _CPU_ARGS.items():
         value = getattr(args, name, needed)
         if value != needed:
-            flag = name.replace("_", "-")
-            raise ValueError(
-                f"--nsp-cpu needs {flag} = {needed}, but it was set to {value}; leave it out"
-            )
+            raise ValueError(f"--nsp-cpu needs {name} = {needed!r}, but the flags set {value!r}")
 
 
 def enable_cpu_mode(*, float64: bool = False) -> None:
@@ -124,9 +116,7 @@ def enable_cpu_mode(*, float64: bool = False) -> None:
     active = _active_mode()
     if active is not None:
         if active.float64 != float64:
-            raise RuntimeError(
-                f"CPU mode is on with float64={active.float64}, cannot change to {float64}"
-            )
+            raise RuntimeError(f"CPU mode is on with float64={active.float64}, not {float64}")
         return
     if torch.cuda.is_initialized():
         raise RuntimeError("CPU mode must be enabled before this process touches a GPU")
@@ -141,7 +131,9 @@ def enable_cpu_mode(*, float64: bool = False) -> None:
     if float64:
         torch.set_default_dtype(torch.float64)
     # Entered for the rest of the process: there is no moment at which Megatron may see a GPU again.
-    _CpuDeviceMode(float64).__enter__()
+    mode = _CpuDeviceMode(float64)
+    mode.__enter__()
+    _patch_backward(mode)
     _patch_megatron()
 
 
@@ -190,9 +182,10 @@ class _CpuDeviceMode(TorchFunctionMode):
             kw["device"] = "cpu"
         kw.pop("pin_memory", None)  # page-locked memory serves copies to a GPU
         if self.float64:
-            args, kw = self._widen(func, args, kw)
-            if func is Tensor.float:
-                func = Tensor.double
+            # Norms, router, rotary table and loss ask for float32 by name and would round.
+            args = tuple(_widened(a) for a in args)
+            kw = {key: _widened(value) for key, value in kw.items()}
+            func = Tensor.double if func is Tensor.float else func
         return func(*args, **kw)
 
     def _type(self, tensor: Tensor, dtype: Any = None, **kw: Any) -> Any:
@@ -202,76 +195,43 @@ class _CpuDeviceMode(TorchFunctionMode):
             return _CUDA_TYPE_NAMES.get(name, name)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
-        elif self.float64 and dtype is torch.float32:
-            dtype = torch.float64
-        return tensor.type(dtype, **kw)
+        return tensor.type(_widened(dtype) if self.float64 else dtype, **kw)
 
-    @staticmethod
-    def _widen(
-        func: Callable[..., Any], args: tuple[Any, ...], kw: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turns float32 arguments into float64: the model's norms, router, rotary table and loss
-        ask for float32 by name, and would round whatever they touch."""
-        wide = {key: torch.float64 if v is torch.float32 else v for key, v in kw.items()}
-        return tuple(torch.float64 if a is torch.float32 else a for a in args), wide
+
+def _widened(value: Any) -> Any:
+    """float64 for float32, anything else as it is."""
+    return torch.float64 if value is torch.float32 else value
 
 
 class _Stream:
     """A CUDA stream on a machine whose work is finished when a call returns."""
 
-    priority_range = staticmethod(lambda: (0, 0))  # asked for when side streams are made
-    cuda_stream = 0  # the raw handle some callers compare
-    device = torch.device("cpu")
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes and ignores device and priority."""
+    def wait_stream(self, *args: Any) -> None:
+        """Nothing to wait for."""
 
-    def __enter__(self) -> "_Stream":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Nothing to restore."""
+    synchronize = wait_event = wait_stream
 
     def record_event(self, event: "_Event | None" = None) -> "_Event":
-        """Returns an event that has happened."""
         event = _Event() if event is None else event
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self, stream: "_Stream") -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: "_Event") -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """True: all work is finished."""
-        return True
 
 
 class _Event:
     """A CUDA event: the time at which it was recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes and ignores timing and sharing options."""
-        self.time_s = time.perf_counter()
+        self.record()
 
     def record(self, stream: _Stream | None = None) -> None:
-        """Takes the time."""
         self.time_s = time.perf_counter()
 
-    def wait(self, stream: _Stream | None = None) -> None:
+    def wait(self, *args: Any) -> None:
         """Nothing to wait for."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """True: it has happened."""
-        return True
+    synchronize = wait
 
     def elapsed_time(self, end: "_Event") -> float:
         """Milliseconds from this event to `end`."""
@@ -279,19 +239,21 @@ class _Event:
 
 
 def _set_environment() -> None:
-    """Sets what torch and Megatron read from the environment."""
+    """Sets what torch and Megatron look up when they are imported."""
     # Not even a GPU that is present may be used, by libraries that look for one themselves.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Megatron takes optimizer and norm kernels from these wherever they are installed.
+    for name in ("transformer_engine", "apex"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     # Megatron wraps its fused functions in torch.compile: minutes of C++ compilation on a CPU.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].config.disable = True
     # `python script.py` without torchrun is a job of one rank; torchrun sets all of these.
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**alone, "MASTER_PORT": str(_free_port())}.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
 
 
 def _free_port() -> int:
@@ -309,30 +271,20 @@ def _patch_torch_cuda() -> None:
     def nothing(*args: Any, **kwargs: Any) -> None:
         """Stands in for calls that only order or configure GPU work."""
 
-    def context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        """Stands in for `with torch.cuda.stream(...)` and `with torch.cuda.device(...)`."""
-        return contextlib.nullcontext()
-
     def resident_bytes(*args: Any, **kwargs: Any) -> int:
         """Memory of this process: the nearest thing to allocated GPU memory in Megatron's logs."""
         return int(psutil.Process().memory_info().rss)
 
-    def memory_stats(*args: Any, **kwargs: Any) -> dict[str, int]:
-        """Every statistic of the caching allocator reads 0: there is no such allocator."""
-        return defaultdict(int)
-
     # Compute capability 10: below it Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor
     # parallelism and forbids it for FSDP, a launch-order rule that means nothing here.
-    properties = SimpleNamespace(
-        name="cpu", major=10, minor=0, multi_processor_count=1, total_memory=0
-    )
+    properties = SimpleNamespace(name="cpu", major=10, minor=0, multi_processor_count=1)
     stand_ins: dict[str, Any] = {
         "Stream": _Stream,  # side streams of DDP, MoE and p2p
         "Event": _Event,  # timers and stream order
         "current_stream": lambda *a: stream,
         "default_stream": lambda *a: stream,
-        "stream": context,
-        "device": context,
+        "stream": lambda *a: contextlib.nullcontext(),
+        "device": lambda *a: contextlib.nullcontext(),
         "set_stream": nothing,
         "set_device": nothing,  # called with the local rank at start
         "synchronize": nothing,  # every timer calls it
@@ -350,7 +302,7 @@ def _patch_torch_cuda() -> None:
         "max_memory_allocated": resident_bytes,
         "max_memory_reserved": resident_bytes,
         "reset_peak_memory_stats": nothing,
-        "memory_stats": memory_stats,
+        "memory_stats": lambda *a: defaultdict(int),  # there is no caching allocator
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
@@ -364,32 +316,26 @@ def _patch_generators() -> None:
     draw equal weights.
     """
     generator = torch.default_generator
-
-    def get_state(device: Any = "cuda") -> Tensor:
-        return generator.get_state()
-
-    def set_state(new_state: Tensor, device: Any = "cuda") -> None:
-        generator.set_state(new_state)
-
-    def seed(value: int) -> None:
+    stand_ins: dict[str, Any] = {
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
         # Not torch.manual_seed, which seeds CUDA as well and would come back here.
-        generator.manual_seed(int(value))
-
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+    }
     torch.cuda.default_generators = (generator,)
-    for module in (torch.cuda, torch.cuda.random):
-        for name, stand_in in (
-            ("get_rng_state", get_state),
-            ("set_rng_state", set_state),
-            ("manual_seed", seed),
-            ("manual_seed_all", seed),
-        ):
-            setattr(module, name, stand_in)
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cuda, name, stand_in)
+        setattr(torch.cuda.random, name, stand_in)
 
 
 def _patch_all_to_all() -> None:
-    """Makes split sizes lists of int: Megatron's MoE dispatcher turns them from a tensor into
-    numbers only if that tensor is on a GPU, and the collective takes numbers."""
-    original = dist.all_to_all_single
+    """Makes split sizes lists of int.
+
+    Megatron's MoE dispatcher turns them from a tensor into numbers only if that tensor is on a GPU,
+    and the collective takes numbers.
+    """
+    original: Callable[..., Any] = dist.all_to_all_single
 
     def ints(sizes: Any) -> list[int] | None:
         return None if sizes is None else [int(size) for size in sizes]
@@ -399,75 +345,54 @@ def _patch_all_to_all() -> None:
         input: Tensor,
         output_split_sizes: Any = None,
         input_split_sizes: Any = None,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        return original(
-            output, input, ints(output_split_sizes), ints(input_split_sizes), group, async_op
-        )
+        sizes = (ints(output_split_sizes), ints(input_split_sizes))
+        return original(output, input, *sizes, *args, **kwargs)
 
     dist.all_to_all_single = all_to_all_single
 
 
 def _patch_optimizers() -> None:
-    """Skips torch's check whether an optimizer step is being captured into a CUDA graph: it asks
-    the driver as soon as `torch.cuda.is_available()` says yes."""
-    torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None
-    torch.optim.Optimizer._cuda_graph_capture_health_check = lambda self: None
+    """Skips torch's check whether an optimizer step is being captured into a CUDA graph.
+
+    It asks the driver as soon as `torch.cuda.is_available()` says yes.
+    """
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        setattr(torch.optim.Optimizer, name, lambda self: None)
+
+
+def _patch_backward(mode: _CpuDeviceMode) -> None:
+    """Keeps the mode in force during backward.
+
+    torch takes a mode off its stack for as long as the mode runs a function, and the function
+    `torch.autograd.backward` runs Python code: that of Megatron's own autograd functions.
+    """
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if _active_mode() else mode:
+            return original(*args, **kwargs)
+
+    autograd._engine_run_backward = run_backward
 
 
 def _patch_megatron() -> None:
-    """Changes the things that no stand-in for torch can reach."""
+    """Changes the few things in Megatron that no stand-in for torch can reach."""
     # Imported here, not above: decorators of these modules read the environment set before.
     from megatron.core import parallel_state
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
 
-    # NCCL options cannot be given to a gloo group; FSDP asks for high-priority streams by default.
+    from megatron_nsp.mcore.torch_adam import make_checkpoints_loadable
+
+    # NCCL options cannot be given to a gloo group; FSDP asks for high-priority streams by itself.
     parallel_state.get_nccl_options = lambda pg_name, nccl_comm_cfgs: None
 
-    # The tracker warns when the CPU generator moved inside a fork. Here that is the forked one.
+    # The tracker warns when the CPU generator moves inside a fork. Here that is the forked one.
     def keep(record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
     logging.getLogger(random.__name__).addFilter(keep)
-    _patch_distributed_optimizer(DistributedOptimizer)
-
-
-def _patch_distributed_optimizer(optimizer_class: Any) -> None:
-    """Makes checkpoints of the distributed optimizer loadable on top of torch's own Adam.
-
-    On GPUs the inner optimizer is a fused one, which counts steps per group. Torch's Adam counts
-    them per parameter, and there Megatron 0.19.2 (a) finds no step to read before the first one, so
-    that every load fails, (b) gives all parameters one and the same tensor, so that the count then
-    grows by the number of parameters per step, and (c) overwrites the count that it has just read
-    from the checkpoint with the one of the fresh optimizer, or looks for it in vain. Besides, (d)
-    float32 shards are views of leaves, which a load may overwrite only without gradient.
-
-    Args:
-        optimizer_class: Megatron's `DistributedOptimizer`.
-    """
-    original_state_dict = optimizer_class.state_dict
-    original_load = optimizer_class.load_state_dict
-    original_set = optimizer_class._set_main_param_and_optimizer_states
-
-    def state_dict(self: Any) -> dict[str, Any]:
-        if self.init_state_fn is not None and len(self.optimizer.state) == 0:  # (a)
-            self.init_state_fn(self.optimizer, self.config)
-            for state in self.optimizer.state.values():
-                state["step"] = torch.tensor(0.0)
-        return original_state_dict(self)
-
-    def load_state_dict(self: Any, loaded: dict[str, Any]) -> None:
-        with torch.no_grad():  # (d)
-            original_load(self, loaded)
-        for state in self.optimizer.state.values():  # (b)
-            if "step" in state:
-                state["step"] = state["step"].clone()
-
-    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Any]) -> None:
-        original_set(self, model_param, {**tensors, "step": None})  # (c): None is passed over
-
-    optimizer_class.state_dict = state_dict
-    optimizer_class.load_state_dict = load_state_dict
-    optimizer_class._set_main_param_and_optimizer_states = set_states
+    make_checkpoints_loadable()  # the inner optimizer is always torch's own here

@@ -32,12 +32,13 @@ class Documents:
             for path in (prefix + ".bin", prefix + ".idx"):
                 if not os.path.isfile(path):
                     raise ValueError(f"--data-path {prefix}: there is no file {path}")
+            if os.path.getsize(prefix + ".bin") == 0:  # cannot be memory-mapped
+                raise ValueError(f"--data-path {prefix} holds no document to train on: 0 tokens")
         self._datasets = [IndexedDataset(prefix, mmap=True) for prefix in prefixes]
-        # [datasets][documents + 1] the first sequence of each document.
+        # For each dataset [documents + 1]: the first sequence of each document.
         self._bounds = [np.asarray(data.document_indices, np.int64) for data in self._datasets]
-        self.lengths: IntArray = np.concatenate(
-            [_lengths(data, bounds) for data, bounds in zip(self._datasets, self._bounds, strict=True)]
-        )
+        per_dataset = map(_lengths, self._datasets, self._bounds)
+        self.lengths: IntArray = np.concatenate(list(per_dataset))
         counts = [len(bounds) - 1 for bounds in self._bounds]
         self._first_document = np.concatenate([[0], np.cumsum(counts)])
 

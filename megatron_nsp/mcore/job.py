@@ -4,8 +4,11 @@ import argparse
 import os
 from dataclasses import dataclass
 
+import torch
+
 from megatron_nsp.config import NSPConfig, flag
 from megatron_nsp.groups import NestedGroups
+from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.model import model_shape
@@ -21,6 +24,22 @@ from megatron_nsp.step_planner import PlanBatch, PlannedStep, StepPlanner
 from megatron_nsp.tree import SPTree
 
 REPLAY_PREFIX = "file:"
+
+
+def check_policy(config: NSPConfig, tree: SPTree, num_micro_batches: int) -> None:
+    """Checks that the policy exists.
+
+    Raises:
+        ValueError: it does not, or its recorded plans are for another job.
+    """
+    if config.policy.startswith(REPLAY_PREFIX):
+        path = config.policy.removeprefix(REPLAY_PREFIX)
+        PlanReplay(path, tree, num_micro_batches, config.token_budget)
+    elif config.policy not in policy_names(tree):
+        raise ValueError(
+            f"{flag('policy')} must be file:PATH or one of {', '.join(policy_names(tree))}, got "
+            f"{config.policy}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +85,9 @@ class Job:
         max_length = config.max_length or args.seq_length
         documents = Documents(args.data_path or ())
         validate.check_lengths(config, documents, max_length, tree)
-        if not config.policy.startswith(REPLAY_PREFIX) and config.policy not in policy_names(tree):
-            raise ValueError(
-                f"{flag('policy')} must be file:PATH or one of {', '.join(policy_names(tree))}, got "
-                f"{config.policy}"
-            )
-        is_recorder = config.record_plans is not None and os.environ.get("RANK", "0") == "0"
+        check_policy(config, tree, num_micro_batches)
+        choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        is_recorder = os.environ.get("RANK", "0") == "0"
         return cls(
             args=args,
             config=config,
@@ -81,7 +97,9 @@ class Job:
             row_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
             documents=documents,
             profile=load_profile(config.profile or ("cpu-gloo" if config.cpu else "h100-ib")),
-            recorder=PlanRecorder(config.record_plans) if is_recorder else None,
+            recorder=(
+                PlanRecorder(config.record_plans) if config.record_plans and is_recorder else None
+            ),
         )
 
     def train_planner(self, first_step: int) -> tuple[StepPlanner, Documents]:

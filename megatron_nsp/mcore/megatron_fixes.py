@@ -6,10 +6,13 @@ from typing import Any
 
 from megatron.core.datasets import utils as dataset_utils
 
+from megatron_nsp.mcore.torch_adam import make_checkpoints_loadable
+
 
 def apply() -> None:
     """Applies all of them; a second call changes nothing."""
     _keep_compiled_dataset_helpers()
+    make_checkpoints_loadable()
 
 
 def _keep_compiled_dataset_helpers() -> None:

@@ -14,8 +14,8 @@ from megatron_nsp.planner.cost import ModelShape
 
 def gpt_config(args: argparse.Namespace) -> Any:
     """Megatron's GPTModelConfig of validated arguments, with nested attention."""
-    # Micro-batches differ in size between stages' sends. Set here, because Megatron resets it while
-    # it validates arguments, and only where it matters: it demands a MoE dispatcher even without MoE.
+    # Micro-batches differ in what stages send. Set here, because Megatron resets it while it
+    # validates arguments, and only where it matters: it asks for a MoE dispatcher without MoE too.
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     config = gpt_config_from_args(args)
     config.transformer_layer_spec = nested_spec(config.transformer_layer_spec or default_layer_spec)

@@ -1,7 +1,9 @@
 """The nested groups of a job, beside Megatron's own parallel state.
 
 Megatron keeps its groups in module state that lives from `initialize_model_parallel` to
-`destroy_model_parallel`. The tree's groups live exactly as long: `install` wraps the two functions.
+`destroy_model_parallel`. The tree's groups live exactly as long: `configure` names the tree, and
+either Megatron is patched with `patches/` to make and destroy them, or `install` wraps the two
+functions.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,22 @@ PG_NAME = "nsp"
 """Name of the tree's groups in `--nccl-communicator-config-path` and
 `--high-priority-stream-groups`."""
 
+_TREE: SPTree | None = None
 _NESTED_GROUPS: NestedGroups | None = None
+
+
+def configure(tree: SPTree | None) -> None:
+    """Names the tree whose groups `initialize_model_parallel` makes; None for a run without.
+
+    Call it before Megatron initialises model parallelism.
+    """
+    global _TREE
+    _TREE = tree
+
+
+def configured_tree() -> SPTree | None:
+    """The tree named last."""
+    return _TREE
 
 
 def get_nested_groups() -> NestedGroups:
@@ -28,7 +45,10 @@ def get_nested_groups() -> NestedGroups:
         RuntimeError: model parallelism is not initialised, or was destroyed.
     """
     if _NESTED_GROUPS is None:
-        raise RuntimeError("nested groups do not exist: model parallelism is not initialised")
+        raise RuntimeError(
+            "nested groups do not exist: model parallelism is not initialised, or Megatron is "
+            "neither patched to make them nor wrapped with install()"
+        )
     return _NESTED_GROUPS
 
 
@@ -77,17 +97,22 @@ def destroy_nested_groups() -> None:
 
 
 def install(tree: SPTree) -> None:
-    """Makes the tree's groups come right after Megatron's own and go with them."""
+    """Makes the tree's groups come right after Megatron's own and go with them.
+
+    A patched Megatron does so by itself; the wrappers then find nothing left to do.
+    """
+    configure(tree)
     initialize, destroy = mpu.initialize_model_parallel, mpu.destroy_model_parallel
 
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
-        initialize_nested_groups(
-            tree,
-            kwargs.get("distributed_timeout_minutes", 30),
-            kwargs.get("nccl_communicator_config_path"),
-            kwargs.get("high_priority_stream_groups"),
-        )
+        if not nested_groups_are_initialized():
+            initialize_nested_groups(
+                tree,
+                kwargs.get("distributed_timeout_minutes", 30),
+                kwargs.get("nccl_communicator_config_path"),
+                kwargs.get("high_priority_stream_groups"),
+            )
 
     def destroy_model_parallel() -> None:
         destroy_nested_groups()
@@ -110,7 +135,7 @@ def _nccl_configs(
 ) -> dict[str, Any]:
     configs: dict[str, Any] = {}
     if config_path is not None:
-        import yaml  # Megatron too asks for it only here
+        import yaml  # type: ignore[import-untyped]  # Megatron too asks for it only here
 
         with open(config_path) as stream:
             configs = yaml.safe_load(stream)

@@ -1,8 +1,8 @@
 """The training entry point: flags, checks, providers, then Megatron's own `pretrain`.
 
-    main() -> check flags (no process group yet) -> megatron.training.pretrain
-                                                      |- provide_data   an iterator of planned steps
-                                                      `- forward_step   one micro-batch
+main() -> check flags (no process group yet) -> megatron.training.pretrain
+|- provide_data   an iterator of planned steps
+`- forward_step   one micro-batch
 """
 
 import argparse
@@ -28,6 +28,7 @@ from megatron_nsp.mcore import megatron_fixes, parallel_state
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
 from megatron_nsp.mcore.cpu import check_cpu_args, set_cpu_defaults
 from megatron_nsp.mcore.data import NestedDataIterator
+from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import gpt_config
@@ -86,10 +87,53 @@ class Trainer:
         self.step: PlannedStep | None = None
         self._iterators: list[NestedDataIterator] = []
 
+    @classmethod
+    def start(cls, args: argparse.Namespace) -> "Trainer":
+        """Turns nested sequence parallelism on in a Megatron tree patched with `patches/`.
+
+        For a script of its own, between parsing the arguments and `pretrain`, which then takes
+        `datasets` as its provider.
+
+        Args:
+            args: validated Megatron arguments.
+
+        Raises:
+            ValueError: a flag cannot be used; one line that names it.
+        """
+        if args.nsp_cpu:
+            check_cpu_args(args)
+        if args.dataloader_type == "single":
+            args.dataloader_type = None  # Megatron's validation filled in its default
+        job = Job.from_args(args, config_from_args(args))
+        megatron_fixes.apply()
+        parallel_state.configure(job.tree)
+        return cls(args, job)
+
+    def datasets(
+        self, train_val_test_num_samples: Any, vp_stage: int | None = None
+    ) -> tuple[PlannedDocuments, PlannedDocuments | None, None]:
+        """A dataset provider for a patched tree, whose loader asks the datasets for iterators."""
+        self._open_runtime()
+        train = PlannedDocuments(
+            lambda: self._iterator(self.job.train_planner(self.args.iteration), self._start_step)
+        )
+        valid = None
+        if self.args.eval_iters:
+            valid = PlannedDocuments(
+                lambda: self._iterator(self.job.valid_planner(), lambda step: None)
+            )
+        return train, valid, None
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]
+
     def __call__(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
     ) -> tuple[NestedDataIterator, NestedDataIterator | None, None]:
         """Megatron's dataset provider: iterators of planned micro-batches."""
+        train, valid, _ = self.datasets(train_val_test_num_samples, vp_stage)
+        return train.iterator(), valid.iterator() if valid else None, None
+
+    def _open_runtime(self) -> None:
         groups = parallel_state.get_nested_groups()
         device = torch.device("cpu" if self.job.config.cpu else "cuda")
         self.runtime = AttentionRuntime(
@@ -99,11 +143,6 @@ class Trainer:
         )
         if dist.get_rank() == 0:
             print(self.job.describe(groups, self.runtime.kernel.name), flush=True)
-        train = self._iterator(self.job.train_planner(self.args.iteration), self._start_step)
-        valid = None
-        if self.args.eval_iters:
-            valid = self._iterator(self.job.valid_planner(), lambda step: None)
-        return train, valid, None
 
     def _iterator(self, planned: Any, on_step: Any) -> NestedDataIterator:
         planner, documents = planned
@@ -164,6 +203,7 @@ def main() -> None:
     """
     try:
         args, job = parse_job()
+        model = gpt_config(args)  # Megatron checks the model's own flags here
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"pretrain_nsp.py: error: {error}", file=sys.stderr, flush=True)
@@ -171,7 +211,7 @@ def main() -> None:
     megatron_fixes.apply()
     parallel_state.install(job.tree)
     trainer = Trainer(args, job)
-    config = pretrain_cfg_container_from_args(args, gpt_config(args))
+    config = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(config, trainer, ModelType.encoder_or_decoder, trainer.forward_step)
     except Exception as error:

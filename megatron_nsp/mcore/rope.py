@@ -29,8 +29,9 @@ class NestedRotaryEmbedding(nn.Module):
         super().__init__()
         if type(inner) is not RotaryEmbedding:
             raise ValueError(f"--position-embedding-type must be rope, got {type(inner).__name__}")
-        self.inv_freq = inner.inv_freq
-        self.scale = 1.0 / (inner.seq_len_interpolation_factor or 1.0)
+        assert isinstance(inner.inv_freq, Tensor)
+        self.inv_freq: Tensor = inner.inv_freq
+        self.scale = 1.0 / float(inner.seq_len_interpolation_factor or 1.0)  # type: ignore[arg-type]
         self.rotary_interleaved = inner.rotary_interleaved
 
     def get_rotary_seq_len(

@@ -92,7 +92,7 @@ def exchange_core_attention(spec: Any) -> Any:
     for layer in [spec] if layers is None else layers:
         attention = getattr(layer.submodules, "self_attention", None)
         submodules = getattr(attention, "submodules", None)
-        if hasattr(submodules, "core_attention"):
+        if submodules is not None and hasattr(submodules, "core_attention"):
             submodules.core_attention = NestedCoreAttention
             count += 1
     if not count and layers != []:  # a pipeline stage may hold no layer at all

@@ -154,9 +154,7 @@ def check_moe(args: argparse.Namespace) -> None:
         )
 
 
-def check_lengths(
-    config: NSPConfig, documents: Documents, max_length: int, tree: SPTree
-) -> None:
+def check_lengths(config: NSPConfig, documents: Documents, max_length: int, tree: SPTree) -> None:
     """Checks the documents against the longest length and the token budget.
 
     Raises:

@@ -1,1 +1,1 @@
-"""What `megatron-nsp verify` and the tests share: local ranks, an oracle, random plans, counters."""
+"""What `megatron-nsp verify` and the tests share: local ranks, oracle, random plans."""

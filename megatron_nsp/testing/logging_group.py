@@ -63,7 +63,7 @@ class LoggingGroup(dist.ProcessGroup):
 
     def __init__(self, inner: dist.ProcessGroup, log: CollectiveLog) -> None:
         """Takes rank and size from the inner group."""
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self.log = inner, log
         self.global_ranks = tuple(dist.get_process_group_ranks(inner))
 
@@ -105,4 +105,4 @@ class _LoggedNewGroup:
 
     def __call__(self, ranks: list[int]) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks)
-        return LoggingGroup(group, self.log) if dist.get_rank() in ranks else None
+        return LoggingGroup(group, self.log) if isinstance(group, dist.ProcessGroup) else None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 RankFunction = Callable[..., Any]
 
@@ -96,12 +97,12 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)  # first: a forked child hangs in the parent's thread pool otherwise
     try:
-        store = dist.FileStore(store_path, num_ranks)
+        store = FileStore(store_path, num_ranks)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
         )
-        message = (None, function(rank, *args))
+        message: tuple[str | None, Any] = (None, function(rank, *args))
     except BaseException:
         message = (traceback.format_exc(), None)
     # Plain bytes: Connection.send would share tensors through this process, which is about to end.

@@ -85,8 +85,8 @@ class CaseResult:
     Attributes:
         errors: largest relative error of out, dq, dk and dv.
         num_collectives: all-to-alls of each rank.
-        predicted_collectives: the closed form: 2 forward and 2 backward for each active node of more
-            than one rank on the rank's path.
+        predicted_collectives: the closed form: 2 forward and 2 backward for each active node of
+            more than one rank on the rank's path.
         sent_bytes: bytes each rank sent to others.
         predicted_bytes: the closed form.
         records: each rank's all-to-alls in order.
@@ -121,7 +121,7 @@ def run_case(
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, case.overlap))
     log.clear()
-    out = nested_attention(*leaves, batch, case.mask, runtime)
+    out = nested_attention(leaves[0], leaves[1], leaves[2], batch, case.mask, runtime)
     out.backward(dout)
     outputs = {"out": out.detach()}
     for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True):

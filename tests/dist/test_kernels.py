@@ -57,7 +57,7 @@ def test_uneven_heads_and_unknown_kernels_are_refused() -> None:
     for kernel in (CpuFlashKernel(), ReferenceKernel()):
         with pytest.raises(ValueError, match="7 query heads are no multiple of 2"):
             kernel.forward(q, k, k, bounds, AttentionMask(1.0))
-    with pytest.raises(ValueError, match="must be one of auto, .* got triton"):
+    with pytest.raises(ValueError, match=r"must be one of auto, .* got triton"):
         choose_kernel("triton", CPU)
     with pytest.raises(ValueError, match="cuda-varlen runs on cuda tensors"):
         choose_kernel("cuda-varlen", CPU)

@@ -1,9 +1,14 @@
 """Starts training runs for the tests in this folder and reads back what the probe wrote."""
 
+import atexit
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +17,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests" / "mcore" / "probe.py"
 
-MODEL = (
+MODEL = (  # noqa: SIM905 - reads as the command line it is
     "--nsp-cpu --num-layers 2 --hidden-size 64 --num-attention-heads 8 --group-query-attention "
     "--num-query-groups 2 --normalization RMSNorm --swiglu --disable-bias-linear "
     "--position-embedding-type rope --hidden-dropout 0 --seq-length 512 "
     "--max-position-embeddings 512 --calculate-per-token-loss --tokenizer-type NullTokenizer "
     "--vocab-size 256 --lr 1e-3 --log-interval 1 --seed 7"
 ).split()
-MOE = (
+MOE = (  # noqa: SIM905
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0 "
     "--moe-token-dispatcher-type alltoall"
 ).split()
@@ -59,6 +64,15 @@ class Run:
         return losses
 
 
+def shared_checkpoint(folder: Path, prefix: Path, *args: str) -> list[str]:
+    """Saves one rank's initial weights; returns the flags that start from them."""
+    path = str(folder / "checkpoint")
+    flags = ["--data-path", str(prefix), "--train-iters", "1", "--lr", "0"]
+    flags += ["--save", path, "--save-interval", "1", "--nsp-batch-tokens", "64"]
+    train(1, folder / "checkpoint-run", *flags, *args)
+    return ["--load", path, "--finetune", "--no-load-optim", "--no-load-rng"]
+
+
 def environment() -> dict[str, str]:
     """One thread a rank, and the package importable from the checkout."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -67,12 +81,28 @@ def environment() -> dict[str, str]:
 
 def command(num_ranks: int, script: Path, *args: str) -> list[str]:
     """The launcher's command line: torchrun, also for one rank."""
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node".split()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return [sys.executable, *torchrun, str(num_ranks), str(script), *args]
 
 
+@cache
+def fork_server(float64: bool) -> "subprocess.Popen[str]":
+    """The server that forks the ranks of this test session."""
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.mcore.fork_server"] + ["--float64"] * float64,
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    atexit.register(os.killpg, server.pid, signal.SIGKILL)
+    return server
+
+
 def train(num_ranks: int, out: Path, *args: str, timeout_s: float = 240, check: bool = True) -> Run:
-    """Trains under the probe.
+    """Trains under the probe, on ranks forked from a warm process.
 
     Args:
         num_ranks: ranks to start.
@@ -81,6 +111,21 @@ def train(num_ranks: int, out: Path, *args: str, timeout_s: float = 240, check: 
         timeout_s: limit of the run.
         check: fail when the run does.
     """
+    out.mkdir(parents=True, exist_ok=True)
+    server = fork_server("--probe-float64" in args)
+    assert server.stdin is not None and server.stdout is not None
+    argv, log = [str(out), *MODEL, *args], out / "output.log"
+    job = {"num_ranks": num_ranks, "argv": argv, "log": str(log)}
+    print(json.dumps(job), file=server.stdin, flush=True)
+    if not select.select([server.stdout], [], [], timeout_s)[0]:
+        os.killpg(server.pid, signal.SIGKILL)
+        fork_server.cache_clear()
+        raise AssertionError(f"no answer within {timeout_s} s:\n{log.read_text()[-6000:]}")
+    return finished(num_ranks, out, log.read_text(), int(server.stdout.readline()), check)
+
+
+def train_with_torchrun(num_ranks: int, out: Path, *args: str, timeout_s: float = 240) -> Run:
+    """The same under torchrun; the run may fail."""
     out.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         command(num_ranks, PROBE, str(out), *MODEL, *args),
@@ -91,8 +136,13 @@ def train(num_ranks: int, out: Path, *args: str, timeout_s: float = 240, check: 
         timeout=timeout_s,
         check=False,
     )
-    if check and done.returncode:
-        raise AssertionError(f"run failed with {done.returncode}:\n{done.stdout[-6000:]}")
+    return finished(num_ranks, out, done.stdout, done.returncode, check=False)
+
+
+def finished(num_ranks: int, out: Path, output: str, returncode: int, check: bool) -> Run:
+    """Reads back what the probe wrote."""
+    if check and returncode:
+        raise AssertionError(f"run failed with {returncode}:\n{output[-6000:]}")
     files = [out / f"rank{rank}.pt" for rank in range(num_ranks)]
     steps = [torch.load(file, weights_only=False) for file in files if file.exists()]
-    return Run(steps, done.stdout, done.returncode)
+    return Run(steps, output, returncode)

@@ -50,10 +50,12 @@ def planned(tree: SPTree, lengths: np.ndarray, rng: random.Random) -> Plan:
 EVERY_KIND: tuple[MakePlan, ...] = (leaves, root, mixed, planned, filler)
 
 
-def batches(prefix: Path, count: int, batch_tokens: int, seed: int = 7) -> list[Batch]:
+def batches(
+    prefix: Path, count: int, batch_tokens: int, max_length: int = 512, seed: int = 7
+) -> list[Batch]:
     """The batches a run with these flags draws."""
     lengths = Documents([str(prefix)]).lengths
-    sampler = BatchSampler(lengths, batch_tokens, 512, seed)
+    sampler = BatchSampler(lengths, batch_tokens, max_length, seed)
     return [sampler.draw() for _ in range(count)]
 
 

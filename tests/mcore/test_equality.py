@@ -1,4 +1,4 @@
-"""The same batches on one rank and on four, through Megatron's own loop: same losses, same gradients.
+"""The same batches on one rank and on four, through Megatron's own loop: same losses and gradients.
 
 Case E1 (four placements), D1, D4 and L2 of the case list. All runs start from one checkpoint.
 """
@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_nsp.layout import rank_layout
+from megatron_nsp.plan import Plan
+from megatron_nsp.planner.cost import ModelShape, ulysses_sent_bytes
+from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.tree import SPTree
 from tests.data_maker import write_documents
-from tests.mcore.launch import MOE, Run, train
+from tests.mcore.launch import MOE, Run, shared_checkpoint, train
 from tests.mcore.plans import EVERY_KIND, batches, record
 
 BATCH_TOKENS = 700
@@ -28,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     lengths[:20] = [1, 2, 3, 1, 512, 1, 7, 1, 300, 400, 1, 2, 3, 1, 510, 511, 512, 1, 1, 64]
     write_documents(folder / "docs", lengths.tolist(), seed=2)
     record(folder / "plans.jsonl", TREE, batches(folder / "docs", 20, BATCH_TOKENS))
-    yield folder
+    return folder
 
 
 def run(folder: Path, name: str, num_ranks: int, steps: int, *args: str) -> Run:
@@ -38,13 +42,6 @@ def run(folder: Path, name: str, num_ranks: int, steps: int, *args: str) -> Run:
     if num_ranks > 1:
         flags += ["--nsp-policy", f"file:{folder / 'plans.jsonl'}"]
     return train(num_ranks, folder / name, *flags, *args)
-
-
-def shared_checkpoint(folder: Path, name: str, *args: str) -> list[str]:
-    """Saves one rank's initial weights; returns the flags that start from them."""
-    path = str(folder / name)
-    run(folder, name + "-run", 1, 1, "--lr", "0", "--save", path, "--save-interval", "1", *args)
-    return ["--load", path, "--finetune", "--no-load-optim", "--no-load-rng"]
 
 
 def assert_same(one: Run, other: Run, steps: int, tolerance: float, loss_tolerance: float) -> None:
@@ -63,7 +60,7 @@ def assert_same(one: Run, other: Run, steps: int, tolerance: float, loss_toleran
 @pytest.fixture(scope="module")
 def dense(folder: Path) -> dict[str, Run]:
     """The dense model in float32: one rank, four ranks, four ranks with a sharded optimizer."""
-    start = shared_checkpoint(folder, "dense")
+    start = shared_checkpoint(folder / "dense", folder / "docs")
     return {
         "one rank": run(folder, "dense-1", 1, 20, *start),
         "four ranks": run(folder, "dense-4", 4, 20, *start),
@@ -74,8 +71,6 @@ def dense(folder: Path) -> dict[str, Run]:
 
 
 def test_e1_dense_float32_twenty_steps(dense: dict[str, Run]) -> None:
-    # One step at a time gradients agree to 1e-5; over 20 steps the weights themselves drift by
-    # rounding, so the later gradients are held to what that drift allows: see the fp64 test.
     assert_same(dense["one rank"], dense["four ranks"], 20, 1e-5, 1e-5)
 
 
@@ -101,8 +96,28 @@ def test_d4_every_target_once_with_its_own_loss(dense: dict[str, Run], folder: P
         assert worst < 1e-4, (step, worst)
 
 
+def test_collectives_and_bytes_are_the_closed_form(dense: dict[str, Run], folder: Path) -> None:
+    num_layers, shape = 2, ModelShape.from_hidden(2, 64, 8, 2, 8, bytes_per_element=4)
+    lines = (folder / "plans.jsonl").read_text().splitlines()
+    for step, plan in enumerate(Plan.from_json(line) for line in lines):
+        for rank in range(4):
+            wide = [part for part in rank_layout(plan, rank).slices if part.degree > 1]
+            records = dense["four ranks"].steps[rank][step]["records"]
+            assert len(records) == num_layers * 4 * len(wide)
+            assert sum(record.sent_bytes for record in records) == num_layers * sum(
+                ulysses_sent_bytes(
+                    pass_, phase, part.num_tokens, part.stream_tokens, part.degree, shape
+                )
+                for part in wide
+                for pass_ in Pass
+                for phase in Phase
+            )
+        if step % 5 == 0:
+            assert not any(rank[step]["records"] for rank in dense["four ranks"].steps)
+
+
 def test_dense_float64(folder: Path) -> None:
-    start = shared_checkpoint(folder, "dense64", "--probe-float64")
+    start = shared_checkpoint(folder / "dense64", folder / "docs", "--probe-float64")
     one = run(folder, "dense64-1", 1, 5, "--probe-float64", *start)
     four = run(folder, "dense64-4", 4, 5, "--probe-float64", *start)
     assert next(iter(one.grads(0).values())).dtype == torch.float64
@@ -110,7 +125,7 @@ def test_dense_float64(folder: Path) -> None:
 
 
 def test_moe_with_expert_parallel_two(folder: Path) -> None:
-    start = shared_checkpoint(folder, "moe", *MOE)
+    start = shared_checkpoint(folder / "moe", folder / "docs", *MOE)
     one = run(folder, "moe-1", 1, 20, *MOE, *start)
     four = run(folder, "moe-4", 4, 20, *MOE, *start, "--expert-model-parallel-size", "2")
     assert any("local_experts.3" in name for name in four.grads(0))

@@ -1,0 +1,226 @@
+"""`megatron-nsp plan`: plans a batch of lengths, and shows the plan and what it gains."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from megatron_nsp.config import NSPConfig, build_tree
+from megatron_nsp.plan import Plan
+from megatron_nsp.planner import CostModel, ModelShape, PlanResult, load_profile, plan_batch
+from megatron_nsp.planner.cost import BWD_ATTENTION_FACTOR, BWD_DENSE_FACTOR
+from megatron_nsp.planner.lengths import Batch, draw_batch, load_lengths, table_names
+from megatron_nsp.planner.profile import built_in_profiles
+from megatron_nsp.tree import SPTree
+
+_BAR_WIDTH = 40
+_MOST_NODE_ROWS = 40
+_NUM_CALLS = 2
+"""The first call pays for imports and caches; the second is what a training step would see."""
+_BATCH_LEVEL_FLAGS = ("ranks", "batch_tokens", "max_len", "token_budget")
+_MODEL_FLAGS = ("heads", "kv_heads", "head_dim", "hidden", "layers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of the command."""
+    parser.add_argument(
+        "--lengths",
+        required=True,
+        metavar="FILE|NAME|a,b,c",
+        help="sample lengths in tokens: a .txt, .npy, .npz or .idx file, a list, or one of "
+        f"{', '.join(table_names())}",
+    )
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the domain")
+    parser.add_argument("--max-degree", type=int, help="largest degree of the chain 1, 2, 4, ...")
+    parser.add_argument("--degrees", metavar="1,3,6", help="the whole chain of degrees instead")
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        help="draw whole samples until this many tokens; without it the whole list is one batch",
+    )
+    parser.add_argument("--max-len", type=int, help="leave out samples of more tokens, counted")
+    parser.add_argument(
+        "--token-budget",
+        type=int,
+        help="most tokens a rank may hold in a micro-batch; as many micro-batches as that needs",
+    )
+    model = parser.add_argument_group("model, as one tensor-parallel rank sees it")
+    model.add_argument("--heads", type=int, default=32, help="query heads (%(default)s)")
+    model.add_argument("--kv-heads", type=int, default=4, help="key/value heads (%(default)s)")
+    model.add_argument("--head-dim", type=int, default=128, help="elements a head (%(default)s)")
+    model.add_argument("--hidden", type=int, default=2048, help="hidden width (%(default)s)")
+    model.add_argument("--layers", type=int, default=48, help="layers (%(default)s)")
+    parser.add_argument(
+        "--profile",
+        default="h100-ib",
+        metavar="NAME|FILE",
+        help=f"cost profile: {', '.join(built_in_profiles())} or a JSON file (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the whole plan as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans and prints.
+
+    Raises:
+        ValueError: one line naming the flag and both numbers.
+    """
+    for name in (*_BATCH_LEVEL_FLAGS, *_MODEL_FLAGS):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {args.seed}")
+    if args.heads % args.kv_heads:
+        raise ValueError(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
+    tree = _tree(args)
+    shape = ModelShape.from_hidden(
+        args.layers, args.hidden, args.heads, args.kv_heads, args.head_dim
+    )
+    cost = CostModel(load_profile(args.profile), shape, tree)
+    source = load_lengths(args.lengths)
+    batch = draw_batch(source, args.batch_tokens, args.max_len, args.seed)
+    for _ in range(_NUM_CALLS):
+        result = _plan(batch, cost, args.token_budget)
+    if args.json:
+        print(json.dumps(report(result, cost, batch)))
+    else:
+        print(render(result, cost, batch))
+    return 0
+
+
+def _plan(batch: Batch, cost: CostModel, token_budget: int | None) -> PlanResult:
+    """Plans with as many micro-batches as the budget needs."""
+    try:
+        return plan_batch(
+            batch.lengths, cost.tree, cost, token_budget=token_budget, num_micro_batches=None
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("the token budget of", "--token-budget")) from error
+
+
+def _tree(args: argparse.Namespace) -> SPTree:
+    """The SP tree that the flags describe."""
+    degrees = None
+    if args.degrees is not None:
+        try:
+            degrees = tuple(int(word) for word in args.degrees.split(","))
+        except ValueError as error:
+            raise ValueError(f"--degrees takes whole numbers, got {args.degrees}") from error
+    config = NSPConfig(max_degree=args.max_degree, degrees=degrees)
+    try:
+        config.validate()
+        return build_tree(config, args.ranks, args.heads, args.kv_heads)
+    except ValueError as error:
+        # The training flags are called --nsp-max-degree, ours --max-degree.
+        raise ValueError(str(error).replace("--nsp-", "--")) from error
+
+
+def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
+    """Everything about a plan as JSON values; `profile` holds every constant of the cost model."""
+    plan, facts = result.plan, result.report
+    tokens = [plan.token_load(m) for m in range(plan.num_micro_batches)]
+    return {
+        "plan": plan.to_dict(),
+        "load_us": result.score.rank_load_us.tolist(),
+        "token_load": np.sum(tokens, axis=0).tolist(),
+        "token_load_by_micro_batch": [load.tolist() for load in tokens],
+        "step_us": facts.load_us,
+        "bound_us": facts.bound_us,
+        "gap": facts.gap,
+        "gap_no_latency": facts.gap_no_latency,
+        "policy": facts.policy,
+        "policies": facts.policies,
+        "infeasible": list(facts.infeasible),
+        "search_load_us": facts.search_load_us,
+        "plan_ms": facts.plan_ms,
+        "num_dropped": batch.num_dropped,
+        "num_over_long": batch.num_over_long,
+        "profile": {
+            **cost.profile.to_dict(),
+            "backend": cost.backend,
+            "bwd_attention_factor": BWD_ATTENTION_FACTOR,
+            "bwd_dense_factor": BWD_DENSE_FACTOR,
+            "model": asdict(cost.shape),
+        },
+        "digest": plan.digest,
+    }
+
+
+def render(result: PlanResult, cost: CostModel, batch: Batch) -> str:
+    """The plan as text for a person: batch, nodes, ranks, and how good it is."""
+    plan, facts = result.plan, result.report
+    kind = "estimate" if cost.profile.is_estimate else "measured"
+    left_out = [
+        f"{batch.num_dropped} samples without tokens dropped" * (batch.num_dropped > 0),
+        f"{batch.num_over_long} over-long samples left out" * (batch.num_over_long > 0),
+    ]
+    lines = [
+        f"batch     {plan.num_samples:,} samples, {int(plan.lengths.sum()):,} tokens, longest "
+        f"{int(plan.lengths.max(initial=0)):,}" + "".join(f"; {text}" for text in left_out if text),
+        f"tree      {plan.tree.num_ranks} ranks, degrees {', '.join(map(str, plan.tree.degrees))}",
+        f"profile   {cost.profile.name} ({kind}, {cost.profile.date})",
+    ]
+    for micro_batch in range(plan.num_micro_batches):
+        if plan.num_micro_batches > 1:
+            lines += ["", f"micro-batch {micro_batch}"]
+        lines += ["", *_node_rows(plan, micro_batch), "", *_rank_rows(result, micro_batch)]
+    busy_us = result.score.rank_load_us
+    imbalance = float(busy_us.max() / busy_us.mean()) if busy_us.any() else 1.0
+    lines += [
+        "",
+        f"step      {facts.load_us / 1e3:,.1f} ms, found by {facts.policy}",
+        f"imbalance {imbalance:.3f} (slowest rank over mean)",
+        f"gap       {facts.gap:.4f} to the lower bound of {facts.bound_us / 1e3:,.1f} ms; "
+        f"{facts.gap_no_latency:.4f} without node latency",
+    ]
+    if facts.policies:
+        best = min(facts.policies, key=lambda name: facts.policies[name])
+        best_us = facts.policies[best]
+        lines.append(
+            f"baseline  {best} is the best other policy: {best_us / 1e3:,.1f} ms, "
+            f"{best_us / max(facts.load_us, 1e-9):.3f} times as long"
+        )
+    lines.append(f"planning  {facts.plan_ms:.1f} ms")
+    return "\n".join(lines)
+
+
+def _node_rows(plan: Plan, micro_batch: int) -> list[str]:
+    """One row an active node; leaves share a row when there are many."""
+    rows = [f"{'node':>8} {'degree':>7} {'samples':>8} {'tokens':>12}  longest"]
+    nodes = plan.active_nodes(micro_batch)
+    leaves = [node for node in nodes if plan.tree.degree(node) == 1]
+    share_row = len(nodes) > _MOST_NODE_ROWS and len(leaves) > 1
+    for node in nodes:
+        if share_row and plan.tree.degree(node) == 1:
+            continue
+        lengths = plan.lengths[plan.samples_of(node, micro_batch)]
+        rows.append(
+            f"{plan.tree.label(node):>8} {plan.tree.degree(node):>7} {len(lengths):>8,} "
+            f"{int(lengths.sum()):>12,}  {int(lengths.max()):,}"
+        )
+    if share_row:
+        held = [plan.lengths[plan.samples_of(node, micro_batch)] for node in leaves]
+        tokens = [int(lengths.sum()) for lengths in held]
+        rows.append(
+            f"{'1:*':>8} {1:>7} {sum(map(len, held)):>8,} {sum(tokens):>12,}  "
+            f"{max(int(lengths.max()) for lengths in held):,}  ({len(leaves)} leaves, "
+            f"{min(tokens):,} to {max(tokens):,} tokens each)"
+        )
+    return rows
+
+
+def _rank_rows(result: PlanResult, micro_batch: int) -> list[str]:
+    """One row a rank: a bar as long as its load, its time and its tokens."""
+    score = result.score
+    busy_us = (score.fwd_us + score.bwd_us + 2 * score.latency_us)[micro_batch]
+    longest_us = max(float(busy_us.max()), 1e-9)
+    tokens = result.plan.token_load(micro_batch)
+    rows = [f"{'rank':>8}  {'load':<{_BAR_WIDTH}} {'ms':>12} {'tokens':>10}"]
+    for rank, (load_us, held) in enumerate(zip(busy_us.tolist(), tokens.tolist(), strict=True)):
+        bar = "#" * round(_BAR_WIDTH * load_us / longest_us)
+        rows.append(f"{rank:>8}  {bar:<{_BAR_WIDTH}} {load_us / 1e3:>12,.1f} {held:>10,}")
+    return rows

@@ -1,0 +1,231 @@
+"""The cost model: what a sample costs at each degree, phase by phase (NSP paper, section 4.1.2).
+
+Per layer and pass a node runs a prologue and an epilogue (all-to-all) and a compute phase. A sample
+of L tokens at degree d, H query and K key/value heads of D elements, Kd = max(K // d, 1):
+
+    compute    2 L^2 H D / d flops forward (causal), 2.5 times that backward
+    prologue   L/d (d-1) (H/d + 2 Kd) D elements sent forward (q, k, v), L/d (d-1) H/d D backward
+    epilogue   (L - L/d) H/d D elements forward (the output), (L - L/d) (H/d + 2 Kd) D backward
+    dense      L/d tokens of projections and MLP, backward twice the forward
+
+All of them add up over the samples of a node, so a sample has one time per degree and pass. Times
+are for the whole model and spread a node's tokens evenly: the floors of the real slices move at
+most one token a rank, and every member of a node must predict the same.
+
+An active node also costs each of its ranks a latency per layer, pass and phase: three phases, or
+only the compute phase at degree 1, where nothing is exchanged.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_nsp.config import is_admissible
+from megatron_nsp.plan import IntArray, Plan
+from megatron_nsp.planner.profile import Profile
+from megatron_nsp.planner.score import FloatArray, PlanScore, SampleTimes
+from megatron_nsp.schedule import Pass, Phase
+from megatron_nsp.tree import SPTree
+
+BWD_ATTENTION_FACTOR = 2.5
+"""Backward flops of flash attention over forward: five matrix products instead of two."""
+
+BWD_DENSE_FACTOR = 2.0
+"""Backward flops of a linear layer over forward: gradients of input and weight."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that its cost depends on, as one tensor-parallel rank sees them.
+
+    Attributes:
+        num_layers: transformer layers whose time adds up on a rank.
+        hidden: width of the residual stream.
+        num_heads: query heads (H).
+        num_kv_heads: key/value heads (K).
+        head_dim: elements of a head (D).
+        dense_flops_per_token: forward flops of one layer's projections and MLP for one token.
+        bytes_per_element: size of an element in an all-to-all.
+    """
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dense_flops_per_token: float
+    bytes_per_element: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuses sizes no model has.
+
+        Raises:
+            ValueError: a size below 1, or query heads that do not divide over key/value heads.
+        """
+        for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads do not divide over {self.num_kv_heads} key/value "
+                "heads"
+            )
+
+    @classmethod
+    def from_hidden(
+        cls,
+        num_layers: int,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bytes_per_element: int = 2,
+        ffn_hidden: int | None = None,
+    ) -> "ModelShape":
+        """A shape whose dense work is that of an ordinary layer.
+
+        Projections q, k, v and out: 2 hidden (2H + 2K) D flops a token. Gated MLP, three matrices:
+        6 hidden ffn. Without `ffn_hidden` it is 3 hidden, the (active) width of the Qwen3 family:
+        12288 for hidden 4096 (8B), 8 experts of 768 for hidden 2048 (30B-A3B).
+        """
+        ffn_hidden = 3 * hidden if ffn_hidden is None else ffn_hidden
+        projections = 2 * hidden * (2 * num_heads + 2 * num_kv_heads) * head_dim
+        return cls(
+            num_layers=num_layers,
+            hidden=hidden,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dense_flops_per_token=float(projections + 6 * hidden * ffn_hidden),
+            bytes_per_element=bytes_per_element,
+        )
+
+
+def ulysses_sent_bytes[Tokens: (int, float)](
+    pass_: Pass,
+    phase: Phase,
+    rank_tokens: Tokens,
+    stream_tokens: Tokens,
+    degree: int,
+    shape: ModelShape,
+) -> Tokens:
+    """Bytes one rank of a Ulysses node sends to the others in one phase of one layer.
+
+    Args:
+        pass_: forward or backward.
+        phase: prologue, compute or epilogue; compute sends nothing.
+        rank_tokens: tokens of the stream that the rank holds (T).
+        stream_tokens: tokens of the whole stream (S).
+        degree: ranks of the node (d).
+        shape: heads and element size.
+    """
+    own_heads = shape.num_heads // degree
+    qkv_heads = own_heads + 2 * max(shape.num_kv_heads // degree, 1)
+    head_bytes = shape.head_dim * shape.bytes_per_element
+    heads = {
+        (Pass.FWD, Phase.PROLOGUE): qkv_heads,  # q, k and v of all heads, to where they belong
+        (Pass.FWD, Phase.EPILOGUE): own_heads,  # the output of this rank's heads
+        (Pass.BWD, Phase.PROLOGUE): own_heads,  # the output's gradient
+        (Pass.BWD, Phase.EPILOGUE): qkv_heads,  # dq, dk and dv of this rank's heads
+    }.get((pass_, phase), 0)
+    if phase is Phase.PROLOGUE:
+        return rank_tokens * ((degree - 1) * heads * head_bytes)
+    return (stream_tokens - rank_tokens) * (heads * head_bytes)
+
+
+SENT_BYTES: dict[str, Callable[[Pass, Phase, float, float, int, ModelShape], float]] = {
+    "ulysses": ulysses_sent_bytes
+}
+"""Bytes formulas by backend name; the executor's backends carry the same names."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times of samples on the nodes of a tree.
+
+    Attributes:
+        profile: what the machine can do.
+        shape: what the model needs.
+        tree: the SP tree; its degrees are the columns of every `[n, K+1]` array, ascending.
+        backend: the SP backend whose bytes are counted.
+
+    Raises:
+        ValueError: the backend is unknown, or cannot split the heads at a degree of the tree.
+    """
+
+    profile: Profile
+    shape: ModelShape
+    tree: SPTree
+    backend: str = "ulysses"
+
+    def __post_init__(self) -> None:
+        """Refuses trees that the backend cannot serve."""
+        if self.backend not in SENT_BYTES:
+            raise ValueError(f"no SP backend {self.backend}, only {', '.join(SENT_BYTES)}")
+        for degree in self.tree.degrees:
+            if not is_admissible(degree, self.shape.num_heads, self.shape.num_kv_heads):
+                raise ValueError(
+                    f"degree {degree} cannot split {self.shape.num_heads} query and "
+                    f"{self.shape.num_kv_heads} key/value heads evenly"
+                )
+
+    @property
+    def node_latency_us(self) -> FloatArray:
+        """`[K+1]` what an active node adds to each of its ranks in one pass, all layers."""
+        num_phases = np.array([1 if degree == 1 else len(Phase) for degree in self.tree.degrees])
+        return num_phases * (self.shape.num_layers * self.profile.latency_us)
+
+    def dense_us_per_token(self, pass_: Pass) -> float:
+        """Time of one token in the projections and MLPs of all layers."""
+        flops = self.shape.num_layers * self.shape.dense_flops_per_token
+        factor = 1.0 if pass_ is Pass.FWD else BWD_DENSE_FACTOR
+        return factor * flops * 1e6 / self.profile.dense_flops_per_s
+
+    def compute_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
+        """`[n, K+1]` attention kernel time of each sample at each degree, all layers."""
+        shape, degrees = self.shape, np.array(self.tree.degrees)
+        factor = 1.0 if pass_ is Pass.FWD else BWD_ATTENTION_FACTOR
+        flops_per_pair = factor * 2.0 * shape.num_heads * shape.head_dim * shape.num_layers
+        us_per_pair = flops_per_pair * 1e6 / self.profile.attention_flops_per_s / degrees
+        tokens = np.asarray(lengths, dtype=np.float64)[:, None]
+        return tokens * tokens * us_per_pair
+
+    def exchange_us_per_token(self, pass_: Pass, phase: Phase) -> FloatArray:
+        """`[K+1]` all-to-all time one token of a node's stream adds to each of its ranks."""
+        sent_bytes = SENT_BYTES[self.backend]
+        times = [0.0]
+        for degree in self.tree.degrees[1:]:
+            layer_bytes = sent_bytes(pass_, phase, 1.0 / degree, 1.0, degree, self.shape)
+            rate = self.profile.all_to_all_rate_bytes_per_s(degree)
+            times.append(self.shape.num_layers * layer_bytes * 1e6 / rate)
+        return np.array(times)
+
+    def sample_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
+        """`[n, K+1]` what each sample adds to every rank of its node: all phases and dense work."""
+        us_per_token = self.exchange_us_per_token(pass_, Phase.PROLOGUE)
+        us_per_token = us_per_token + self.exchange_us_per_token(pass_, Phase.EPILOGUE)
+        us_per_token = us_per_token + self.dense_us_per_token(pass_) / np.array(self.tree.degrees)
+        tokens = np.asarray(lengths, dtype=np.float64)[:, None]
+        return self.compute_us(lengths, pass_) + tokens * us_per_token
+
+    def sample_times(self, lengths: IntArray) -> SampleTimes:
+        """Both passes of every sample of a batch, with the node latencies."""
+        return SampleTimes(
+            tree=self.tree,
+            lengths=lengths,
+            fwd_us=self.sample_us(lengths, Pass.FWD),
+            bwd_us=self.sample_us(lengths, Pass.BWD),
+            latency_us=self.node_latency_us,
+            bias_us=self.profile.bias_us,
+        )
+
+    def score(self, plan: Plan) -> PlanScore:
+        """The times of a plan."""
+        assert plan.tree == self.tree, f"{plan.tree=} {self.tree=}"
+        return self.sample_times(plan.lengths).score(
+            self.tree.num_depths - 1 - plan.depth,
+            plan.index,
+            plan.micro_batch,
+            plan.num_micro_batches,
+        )

@@ -1,0 +1,87 @@
+"""Improving moves: a finished placement, polished by a fixed number of single changes.
+
+The load of a pass is set by one rank in forward and one in backward. Each round looks at samples on
+the paths of these two ranks, works out the load after moving each of them to every other node, or
+after exchanging it with a sample of similar length, and carries out the best change if it helps.
+"""
+
+import numpy as np
+
+from megatron_nsp.plan import IntArray
+from megatron_nsp.planner.placement import PassState
+
+_NUM_ROUNDS = 12
+_NUM_CANDIDATES = 12
+_LEAST_GAIN = 5e-4
+"""A round that gains less than this share of the load is the last."""
+
+
+def improve(state: PassState) -> None:
+    """Moves samples while it helps, at most a fixed number of times; changes the state in place."""
+    for _ in range(_NUM_ROUNDS):
+        load_ns = state.load_ns()
+        if not _best_move(state) or load_ns - state.load_ns() < _LEAST_GAIN * load_ns:
+            return
+
+
+def _candidates(state: PassState) -> IntArray:
+    """Samples on the paths of the slowest ranks: the longest and the shortest of them."""
+    degrees = state.problem.degrees[state.column]
+    is_critical = np.zeros(len(degrees), dtype=bool)
+    for rank in (int(state.fwd_ns.argmax()), int(state.bwd_ns.argmax())):
+        is_critical |= state.index == rank // degrees
+    samples = np.flatnonzero(is_critical & (state.index >= 0))
+    if len(samples) <= _NUM_CANDIDATES:
+        return samples
+    half = _NUM_CANDIDATES // 2
+    return np.concatenate([samples[:half], samples[-half:]])
+
+
+def _best_move(state: PassState) -> bool:
+    """Carries out the best move of one candidate to another node; False if none helps."""
+    problem, samples = state.problem, _candidates(state)
+    if len(samples) == 0:
+        return False
+    fwd_ns, bwd_ns, opened = _without(state, samples)
+    max_fwd_ns, max_bwd_ns = fwd_ns.max(axis=1)[:, None], bwd_ns.max(axis=1)[:, None]
+    loads, targets = [], []
+    for k, degree in enumerate(problem.tree.degrees):
+        shape = (len(samples), -1, degree)
+        latency_ns = np.where(opened[k], 0, problem.latency_ns[k])
+        fwd = fwd_ns.reshape(shape).max(axis=2) + latency_ns + problem.fwd_ns[samples, k][:, None]
+        bwd = bwd_ns.reshape(shape).max(axis=2) + latency_ns + problem.bwd_ns[samples, k][:, None]
+        loads.append(np.maximum(fwd, max_fwd_ns) + np.maximum(bwd, max_bwd_ns))
+        targets += [(k, node) for node in range(fwd.shape[1])]
+    load_ns = np.concatenate(loads, axis=1)
+    current_ns = state.load_ns()
+    order = np.argsort(load_ns, axis=None, kind="stable")
+    for flat in order[:8].tolist():
+        row, target = divmod(flat, len(targets))
+        if load_ns[row, target] >= current_ns:
+            return False
+        if state.move(int(samples[row]), *targets[target]):
+            return True
+    return False
+
+
+def _without(state: PassState, samples: IntArray) -> tuple[IntArray, IntArray, list[np.ndarray]]:
+    """Loads and active nodes with each of the samples taken out, one row a sample."""
+    problem = state.problem
+    column, index = state.column[samples], state.index[samples]
+    ranks = np.arange(problem.tree.num_ranks)
+    holds = ranks[None, :] // problem.degrees[column][:, None] == index[:, None]
+    opened = [np.tile(tokens > 0, (len(samples), 1)) for tokens in state.stream_tokens]
+    latency_ns = np.zeros(len(samples), dtype=np.int64)
+    for row, (sample, k, node) in enumerate(
+        zip(samples.tolist(), column.tolist(), index.tolist(), strict=True)
+    ):
+        if state.stream_tokens[k][node] == problem.lengths[sample]:
+            opened[k][row, node] = False
+            latency_ns[row] = problem.latency_ns[k]
+    fwd_ns = problem.fwd_ns[samples, column] + latency_ns
+    bwd_ns = problem.bwd_ns[samples, column] + latency_ns
+    return (
+        state.fwd_ns[None, :] - holds * fwd_ns[:, None],
+        state.bwd_ns[None, :] - holds * bwd_ns[:, None],
+        opened,
+    )

@@ -1,0 +1,73 @@
+"""Disjoint groups of different degrees: every rank belongs to one group for the whole pass.
+
+What dynamic sequence parallelism does without nesting (FlexSP, Megatron's hybrid context
+parallel). For a time M every sample takes its cheapest degree that stays below M, and a degree
+needs as many groups as its work fills in M. The least M on a ladder above the lower bound for
+which all groups find ranks gives the partition; ranks left over enlarge the most loaded degrees.
+Samples then go to the groups of their degree longest first, each to the least loaded (LPT).
+"""
+
+import numpy as np
+
+from megatron_nsp.plan import IntArray
+from megatron_nsp.planner.placement import PassState, Placement, exact_sums
+from megatron_nsp.planner.problem import PassProblem, cheapest_columns
+
+RATIO, MAX_STEPS = 1.02, 256
+"""Times M tried: the lower bound times 1.02^step; the last is over a hundred times the bound."""
+
+NUM_FINISHED = 2
+"""Partitions worked out, from the least M that has one."""
+
+
+def place_disjoint_lpt(problem: PassProblem) -> Placement:
+    """The best of a few partitions into disjoint groups."""
+    step, failed = 1, -1
+    while step < MAX_STEPS and _partition(problem, step) is None:
+        step, failed = 2 * step, step
+    while step - failed > 1:
+        middle = (step + failed) // 2
+        if _partition(problem, middle) is None:
+            failed = middle
+        else:
+            step = middle
+    best: tuple[int, int, Placement] | None = None
+    for later in range(step, step + NUM_FINISHED):
+        partition = _partition(problem, later)
+        if partition is None:
+            continue
+        state, left = _place(problem, *partition)
+        if best is None or (left, state.load_ns()) < best[:2]:
+            best = (left, state.load_ns(), state.placement())
+    return PassState(problem).placement() if best is None else best[2]
+
+
+def _partition(problem: PassProblem, step: int) -> tuple[IntArray, IntArray] | None:
+    """Columns of the samples and groups of each column for one M; None if ranks do not suffice."""
+    limit_ns = RATIO**step * max(problem.bound_ns, 1)
+    degrees, column = problem.degrees, cheapest_columns(problem, int(limit_ns))
+    time_ns = problem.total_ns[np.arange(problem.num_samples), column]
+    degree_ns = exact_sums(column, time_ns, len(degrees))
+    groups = np.ceil(degree_ns / limit_ns).astype(np.int64)
+    spare = problem.tree.num_ranks - int((groups * degrees).sum())
+    if spare < 0:
+        return None
+    while True:
+        can_grow = (degrees <= spare) & (groups > 0)
+        if not can_grow.any():
+            return column, groups
+        mean_ns = np.where(can_grow, degree_ns / np.maximum(groups, 1), -1.0)
+        k = int(mean_ns.argmax())
+        groups[k] += 1
+        spare -= int(degrees[k])
+
+
+def _place(problem: PassProblem, column: IntArray, groups: IntArray) -> tuple[PassState, int]:
+    """The samples on the groups of their degree, large groups first; how many found no room."""
+    state, first_rank, left = PassState(problem), 0, 0
+    for k in range(len(groups) - 1, -1, -1):
+        degree = problem.tree.degrees[k]
+        nodes = range(first_rank // degree, first_rank // degree + int(groups[k]))
+        left += len(state.place_level(k, np.flatnonzero(column == k), allowed=nodes))
+        first_rank += int(groups[k]) * degree
+    return state, left

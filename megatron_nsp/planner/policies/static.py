@@ -1,0 +1,17 @@
+"""Static sequence parallelism: every sample at one degree.
+
+What a framework with one sequence-parallel size does: the P ranks form P / d groups of d, and
+samples go to them longest first, each to the group with least work (LPT).
+"""
+
+import numpy as np
+
+from megatron_nsp.planner.placement import PassState, Placement
+from megatron_nsp.planner.problem import PassProblem
+
+
+def place_static(problem: PassProblem, degree: int) -> Placement:
+    """All samples at `degree`."""
+    state = PassState(problem)
+    state.place_level(problem.tree.degrees.index(degree), np.arange(problem.num_samples))
+    return state.placement()

@@ -1,0 +1,103 @@
+"""The task that the search and every policy solve: place the samples of one micro-batch.
+
+Times are whole nanoseconds from here on: integer sums do not depend on their order, so plans are
+the same bits on every machine. Samples are sorted longest first, ties by sample number.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_nsp.plan import IntArray
+from megatron_nsp.planner.bounds import lower_bound_us
+from megatron_nsp.planner.score import SampleTimes
+from megatron_nsp.tree import SPTree
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class PassProblem:
+    """The samples of one micro-batch, longest first, with their times in nanoseconds.
+
+    Attributes:
+        tree: the SP tree; column k of the arrays is the degree `tree.degrees[k]`.
+        lengths: `[n]` tokens, descending.
+        fwd_ns: `[n, K+1]` what a sample adds to every rank of its node in a forward pass.
+        bwd_ns: `[n, K+1]` the same in a backward pass.
+        total_ns: `[n, K+1]` both passes.
+        latency_ns: `[K+1]` what an active node adds to each of its ranks in one pass.
+        token_budget: the most tokens a rank may hold; None = no limit.
+        bound_us: lower bound of the load, without bias and node latency.
+    """
+
+    tree: SPTree
+    lengths: IntArray
+    fwd_ns: IntArray
+    bwd_ns: IntArray
+    total_ns: IntArray
+    latency_ns: IntArray
+    token_budget: int | None
+    bound_us: float
+
+    @classmethod
+    def from_times(cls, times: SampleTimes, token_budget: int | None) -> "PassProblem":
+        """The problem of placing the samples of `times`, which are sorted longest first."""
+        fwd_ns = np.rint(times.fwd_us * 1000.0).astype(np.int64)
+        bwd_ns = np.rint(times.bwd_us * 1000.0).astype(np.int64)
+        return cls(
+            tree=times.tree,
+            lengths=times.lengths,
+            fwd_ns=fwd_ns,
+            bwd_ns=bwd_ns,
+            total_ns=fwd_ns + bwd_ns,
+            latency_ns=np.rint(times.latency_us * 1000.0).astype(np.int64),
+            token_budget=token_budget,
+            bound_us=lower_bound_us(times, token_budget),
+        )
+
+    @property
+    def bound_ns(self) -> int:
+        """The lower bound in whole nanoseconds."""
+        return round(self.bound_us * 1000.0)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the micro-batch."""
+        return len(self.lengths)
+
+    @property
+    def degrees(self) -> IntArray:
+        """`[K+1]` the chain of degrees, ascending."""
+        return np.array(self.tree.degrees, dtype=np.int64)
+
+    @cached_property
+    def least_work_column(self) -> IntArray:
+        """`[n]` the degree of least work of each sample, of those at which it fits the budget."""
+        work_ns = np.where(self.fits_alone(), self.total_ns * self.degrees, _NEVER)
+        column: IntArray = work_ns.argmin(axis=1)
+        return column
+
+    def fits_alone(self) -> npt.NDArray[np.bool_]:
+        """`[n, K+1]` bool: whether a sample fits the token budget at a degree by itself."""
+        if self.token_budget is None:
+            return np.ones((self.num_samples, len(self.tree.degrees)), dtype=bool)
+        return self.lengths[:, None] <= self.token_budget * self.degrees
+
+
+def cheapest_columns(problem: PassProblem, cap_ns: int) -> IntArray:
+    """`[n]` the degree of least work among those that take a sample at most `cap_ns`.
+
+    A sample that takes longer at every degree gets its fastest one. Degrees at which a sample
+    breaks the token budget by itself are left out.
+    """
+    column = problem.least_work_column.copy()
+    # The cap matters only to samples that it keeps from the degree of least work of all.
+    rows = np.flatnonzero(problem.total_ns[np.arange(len(column)), column] > cap_ns)
+    total_ns = np.where(problem.fits_alone()[rows], problem.total_ns[rows], _NEVER)
+    cap = np.maximum(cap_ns, total_ns.min(axis=1))[:, None]
+    work_ns = np.where(total_ns <= cap, problem.total_ns[rows] * problem.degrees, _NEVER)
+    column[rows] = work_ns.argmin(axis=1)
+    return column

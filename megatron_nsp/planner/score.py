@@ -1,0 +1,129 @@
+"""What the cost model says about a whole plan: the time of every rank, pass and micro-batch.
+
+A rank spends the sum over the active nodes on its path; a pass lasts as long as its slowest rank; a
+step is the sum over its micro-batches of the forward and the backward pass and a bias each:
+
+    load = sum over micro-batches of (max over ranks fwd + max over ranks bwd + bias)
+
+Sums run node by node in one fixed order, so that every rank of a job gets the same bits.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_nsp.plan import CARRIED, IntArray
+from megatron_nsp.tree import SPTree
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanScore:
+    """Times of one plan, in microseconds, M micro-batches on P ranks.
+
+    Attributes:
+        fwd_us: `[M, P]` work of the forward pass, node latency left out.
+        bwd_us: `[M, P]` work of the backward pass, node latency left out.
+        latency_us: `[M, P]` latency of the rank's active nodes in one pass; the same in both.
+        bias_us: time of a micro-batch beyond its work; filler passes pay it too.
+    """
+
+    fwd_us: FloatArray
+    bwd_us: FloatArray
+    latency_us: FloatArray
+    bias_us: float
+
+    @property
+    def load_us(self) -> float:
+        """Time of the step: what the planner minimises."""
+        fwd_us = (self.fwd_us + self.latency_us).max(axis=1)
+        return self._step_us(fwd_us, (self.bwd_us + self.latency_us).max(axis=1))
+
+    @property
+    def load_no_latency_us(self) -> float:
+        """Time of the step if an active node cost nothing beyond its work."""
+        return self._step_us(self.fwd_us.max(axis=1), self.bwd_us.max(axis=1))
+
+    @property
+    def rank_load_us(self) -> FloatArray:
+        """`[P]` time each rank is busy in the step, both passes of all micro-batches."""
+        busy_us = self.fwd_us + self.bwd_us + 2.0 * self.latency_us
+        total_us: FloatArray = np.cumsum(busy_us, axis=0)[-1]
+        return total_us
+
+    def _step_us(self, fwd_us: FloatArray, bwd_us: FloatArray) -> float:
+        return float(np.cumsum(fwd_us + bwd_us + self.bias_us)[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class SampleTimes:
+    """The cost model worked out for one batch of n samples and a chain of K + 1 degrees.
+
+    Attributes:
+        tree: the SP tree; column k of every array below is the degree `tree.degrees[k]`.
+        lengths: `[n]` tokens.
+        fwd_us: `[n, K+1]` what each sample adds to every rank of its node in a forward pass.
+        bwd_us: `[n, K+1]` the same in a backward pass.
+        latency_us: `[K+1]` what an active node adds to each of its ranks in one pass.
+        bias_us: time of a micro-batch beyond its work.
+    """
+
+    tree: SPTree
+    lengths: IntArray
+    fwd_us: FloatArray
+    bwd_us: FloatArray
+    latency_us: FloatArray
+    bias_us: float
+
+    def take(self, samples: IntArray) -> "SampleTimes":
+        """The times of some of the samples, in the order given."""
+        return SampleTimes(
+            tree=self.tree,
+            lengths=self.lengths[samples],
+            fwd_us=self.fwd_us[samples],
+            bwd_us=self.bwd_us[samples],
+            latency_us=self.latency_us,
+            bias_us=self.bias_us,
+        )
+
+    def score(
+        self, column: IntArray, index: IntArray, micro_batch: IntArray, num_micro_batches: int
+    ) -> PlanScore:
+        """Scores one assignment of the samples.
+
+        Args:
+            column: `[n]` column of each sample's degree.
+            index: `[n]` index of its node among those of the degree.
+            micro_batch: `[n]` its micro-batch; `CARRIED` samples cost nothing.
+            num_micro_batches: passes of the step, M.
+        """
+        degrees = np.array(self.tree.degrees)
+        nodes_of = self.tree.num_ranks // degrees
+        first = np.cumsum(nodes_of) - nodes_of
+        num_nodes = int(nodes_of.sum())
+        placed = np.flatnonzero(micro_batch != CARRIED)
+        column = column[placed]
+        node = micro_batch[placed] * num_nodes + first[column] + index[placed]
+        size = num_micro_batches * num_nodes
+        node_latency_us = np.tile(np.repeat(self.latency_us, nodes_of), num_micro_batches)
+        fwd_us, bwd_us, latency_us = (
+            self._rank_sums(node_us.reshape(num_micro_batches, num_nodes))
+            for node_us in (
+                np.bincount(node, weights=self.fwd_us[placed, column], minlength=size),
+                np.bincount(node, weights=self.bwd_us[placed, column], minlength=size),
+                np.where(np.bincount(node, minlength=size) > 0, node_latency_us, 0.0),
+            )
+        )
+        return PlanScore(fwd_us, bwd_us, latency_us, self.bias_us)
+
+    def _rank_sums(self, node_us: FloatArray) -> FloatArray:
+        """`[M, P]` sums over each rank's path of `[M, nodes]`, nodes by degree and index."""
+        load_us = np.zeros((len(node_us), self.tree.num_ranks))
+        start = 0
+        for degree in self.tree.degrees:
+            stop = start + self.tree.num_ranks // degree
+            load_us += np.repeat(node_us[:, start:stop], degree, axis=1)
+            start = stop
+        return load_us

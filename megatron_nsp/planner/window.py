@@ -1,0 +1,204 @@
+"""Planning a whole batch: the search, the policies it is compared with, and the report."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_nsp.plan import CARRIED, IntArray, Plan
+from megatron_nsp.planner.cost import CostModel
+from megatron_nsp.planner.passes import Assignment, Batch, Policy, assign
+from megatron_nsp.planner.policies.disjoint_lpt import place_disjoint_lpt
+from megatron_nsp.planner.policies.static import place_static
+from megatron_nsp.planner.policies.two_level import place_two_level
+from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.planner.search import search
+from megatron_nsp.tree import SPTree
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `plan_batch` found out on the way.
+
+    Attributes:
+        policy: the policy whose plan was taken.
+        load_us: time of the step under the plan.
+        load_no_latency_us: the same without node latency.
+        bound_us: lower bound for the samples that run, without node latency.
+        search_load_us: time of the step under the search's own plan; None if it was not asked for.
+        policies: time of the step under each policy of the portfolio that fits the budget.
+        infeasible: policies of the portfolio that do not.
+        num_passes: micro-batches with samples; the others are filler passes.
+        num_carried: samples left for the next step.
+        carried_tokens: their tokens.
+        over_budget_tokens: tokens by which the fullest rank exceeds the budget; always 0.
+        plan_ms: wall time of the call.
+    """
+
+    policy: str
+    load_us: float
+    load_no_latency_us: float
+    bound_us: float
+    search_load_us: float | None
+    policies: dict[str, float]
+    infeasible: tuple[str, ...]
+    num_passes: int
+    num_carried: int
+    carried_tokens: int
+    over_budget_tokens: int
+    plan_ms: float
+
+    @property
+    def gap(self) -> float:
+        """Load over the lower bound; 1 for a step without work."""
+        return self.load_us / self.bound_us if self.bound_us > 0 else 1.0
+
+    @property
+    def gap_no_latency(self) -> float:
+        """The same with the node latency taken out of the load."""
+        return self.load_no_latency_us / self.bound_us if self.bound_us > 0 else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class PlanResult:
+    """A plan, its score and how it came about."""
+
+    plan: Plan
+    score: PlanScore
+    report: PlanReport
+
+
+def portfolio(tree: SPTree) -> dict[str, Policy]:
+    """The policies that the search must not lose to, by name."""
+
+    def static(degree: int) -> Policy:
+        return lambda problem: place_static(problem, degree)
+
+    policies = {f"static-{degree}": static(degree) for degree in tree.degrees}
+    policies["two-level"] = place_two_level
+    policies["disjoint-lpt"] = place_disjoint_lpt
+    return policies
+
+
+def _policies(tree: SPTree) -> dict[str, Policy]:
+    """Everything that can plan alone; 'leaves' and 'root' are static at the two ends."""
+    others = portfolio(tree)
+    ends = {"leaves": others["static-1"], "root": others[f"static-{tree.max_degree}"]}
+    return {"search": search, **others, **ends}
+
+
+def policy_names(tree: SPTree) -> tuple[str, ...]:
+    """The names that `plan_batch` takes."""
+    return ("auto", *_policies(tree))
+
+
+def plan_batch(
+    lengths: npt.ArrayLike,
+    tree: SPTree,
+    cost: CostModel,
+    *,
+    token_budget: int | None = None,
+    num_micro_batches: int | None = 1,
+    policy: str = "auto",
+) -> PlanResult:
+    """Plans one batch.
+
+    Args:
+        lengths: `[n]` tokens of each sample.
+        tree: the SP tree.
+        cost: the cost model, of the same tree.
+        token_budget: the most tokens a rank may hold in one micro-batch; None = no limit.
+        num_micro_batches: passes of the step; None = as many as the budget needs.
+        policy: 'auto' (best of the search and the portfolio, the search first among equals),
+            'search' (the search alone), or a policy by name.
+
+    Raises:
+        ValueError: an unknown policy, a length below 1, or a sample that never fits the budget.
+    """
+    start_s = time.perf_counter()
+    tokens = np.array(lengths, dtype=np.int64).reshape(-1)
+    _check(tokens, tree, cost, token_budget, num_micro_batches, policy)
+    order = np.argsort(-tokens, kind="stable")
+    batch = Batch(cost.sample_times(tokens[order]), token_budget)
+    others = portfolio(tree) if policy == "auto" else {}
+    chosen = "search" if policy == "auto" else policy
+    best = assign(batch, _policies(tree)[chosen], num_micro_batches or max(len(tokens), 1))
+    _check_progress(batch, best, chosen, _policies(tree)[chosen], order)
+    passes = num_micro_batches or max(best.num_passes, 1)
+    score = best.score(batch.times, passes)
+    search_load_us = score.load_us if chosen == "search" else None
+    kept = best.placed
+    kept_batch, loads_us = batch.take(kept), {}
+    for other, place in others.items():
+        assignment = assign(kept_batch, place, passes).among(kept, len(tokens))
+        if len(assignment.placed) == len(kept):
+            other_score = assignment.score(batch.times, passes)
+            loads_us[other] = other_score.load_us
+            if other_score.load_us < score.load_us:
+                chosen, best, score = other, assignment, other_score
+    plan = best.plan(batch, order, passes)
+    report = PlanReport(
+        policy=chosen,
+        load_us=score.load_us,
+        load_no_latency_us=score.load_no_latency_us,
+        bound_us=kept_batch.problem.bound_us + passes * cost.profile.bias_us,
+        search_load_us=search_load_us,
+        policies=loads_us,
+        infeasible=tuple(other for other in others if other not in loads_us),
+        num_passes=best.num_passes,
+        num_carried=len(plan.carried),
+        carried_tokens=int(plan.lengths[plan.carried].sum()),
+        over_budget_tokens=plan.over_budget_tokens(),
+        plan_ms=(time.perf_counter() - start_s) * 1e3,
+    )
+    return PlanResult(plan, score, report)
+
+
+def _check_progress(
+    batch: Batch, assignment: Assignment, name: str, policy: Policy, order: IntArray
+) -> None:
+    """Refuses to carry a sample that the policy will have no place for in any step.
+
+    Raises:
+        ValueError: one line naming the sample, the policy and the budget.
+    """
+    for sample in np.flatnonzero(assignment.micro_batch == CARRIED)[:1]:
+        alone = assign(batch.take(np.array([sample])), policy, max_passes=1)
+        if not alone.is_complete:
+            raise ValueError(
+                f"policy {name} never fits sample {order[sample]}, {batch.lengths[sample]} tokens, "
+                f"into the token budget of {batch.token_budget}"
+            )
+
+
+def _check(
+    tokens: IntArray,
+    tree: SPTree,
+    cost: CostModel,
+    token_budget: int | None,
+    num_micro_batches: int | None,
+    policy: str,
+) -> None:
+    """Refuses what cannot be planned.
+
+    Raises:
+        ValueError: one line naming the sample or setting and its numbers.
+    """
+    assert cost.tree == tree, f"{cost.tree=} {tree=}"
+    if policy not in policy_names(tree):
+        raise ValueError(f"no policy {policy}, only {', '.join(policy_names(tree))}")
+    if num_micro_batches is not None and num_micro_batches < 1:
+        raise ValueError(f"the number of micro-batches must be at least 1, got {num_micro_batches}")
+    for sample in np.flatnonzero(tokens < 1)[:1].tolist():
+        raise ValueError(f"sample {sample} has {tokens[sample]} tokens, at least 1 needed")
+    if token_budget is None:
+        return
+    if token_budget < 1:
+        raise ValueError(f"the token budget must be at least 1, got {token_budget}")
+    for sample in np.flatnonzero(tokens > token_budget * tree.max_degree)[:1].tolist():
+        least = -(-int(tokens[sample]) // tree.max_degree)
+        raise ValueError(
+            f"sample {sample} of {tokens[sample]} tokens needs {least} tokens a rank at the "
+            f"largest degree {tree.max_degree}, over the token budget of {token_budget}"
+        )

@@ -1,0 +1,123 @@
+"""Flags that cannot be used: one clear line, before any process group or Megatron assert."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_nsp.mcore.pretrain import parse_job
+from tests.data_maker import write_documents
+from tests.mcore.launch import MODEL, ROOT, command, environment
+
+BAD = {
+    "--nsp-max-degree 4": "--nsp-max-degree: degree 4 does not divide the 6 ranks",
+    "--nsp-max-degree 3": "--nsp-max-degree: the largest degree must be a power of two, got 3",
+    "--nsp-degrees 1,2,3": "--nsp-degrees: each degree must divide the next larger one: 2 and 3",
+    "--nsp-degrees 1,3": "--nsp-degrees: degree 3 cannot split 8 query and 2 key/value heads",
+    "--nsp-degrees 1,2 --nsp-max-degree 2": "--nsp-max-degree 2 must not be given",
+    "--context-parallel-size 2": "--context-parallel-size must be 1",
+    "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of 512 tokens"
+    " puts 256 on a rank at the largest degree 2",
+    "--nsp-token-budget 0": "--nsp-token-budget must be at least 1, got 0",
+    "--nsp-batch-tokens -5": "--nsp-batch-tokens must be at least 1, got -5",
+    "--nsp-plan-ahead -1": "--nsp-plan-ahead must be at least 0, got -1",
+    "--nsp-over-long drop": "--nsp-over-long must be one of filter, error, got drop",
+    "--nsp-max-length 400 --nsp-over-long error": "has 512 tokens, over --nsp-max-length 400; 1 of",
+    "--nsp-policy fastest": "--nsp-policy must be file:PATH or one of auto, search",
+    "--nsp-policy file:/no/such": "--nsp-policy file:/no/such: there is no such file",
+    "--nsp-kernel triton": "--nsp-kernel must be one of auto, .*, got triton",
+    "--nsp-kernel cuda-varlen": "--nsp-kernel cuda-varlen runs on cuda tensors",
+    "--nsp-profile nowhere": "nowhere",
+    "--num-experts 4 --moe-aux-loss-coeff 0.01": "--moe-aux-loss-coeff must be 0, got",
+    "--num-experts 4 --moe-router-load-balancing-type sinkhorn": "sinkhorn cannot be used",
+    "--num-experts 4 --moe-expert-capacity-factor 1.0": "--moe-expert-capacity-factor must not be",
+    "--num-experts 4 --moe-token-dispatcher-type allgather": "must be alltoall or flex, got",
+    "--micro-batch-size 2": "--micro-batch-size must be 1, got 2",
+    "--global-batch-size 7": "--global-batch-size 7 is no multiple of the 6 data-parallel ranks",
+    "--attention-dropout 0.1": "--attention-dropout must be 0, got 0.1",
+    "--tensor-model-parallel-size 4": "--tensor-model-parallel-size 4 .* does not divide the 6",
+    "--num-query-groups 3": "--num-attention-heads 8 is no multiple of --num-query-groups 3",
+    "--eval-iters 2": "--eval-iters 2 needs --valid-data-path",
+    "--position-embedding-type mrope": "--position-embedding-type must be rope",
+    "--multi-latent-attention": "--multi-latent-attention is not supported yet",
+    "--dataloader-type cyclic": "--dataloader-type must be external, got cyclic",
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset with lengths up to 512, and an empty one and one without usable documents."""
+    folder = tmp_path_factory.mktemp("flags")
+    write_documents(folder / "docs", [512, 5, 7], seed=0)
+    write_documents(folder / "long", [600, 700], seed=0)
+    write_documents(folder / "empty", [], seed=0)
+    return folder / "docs"
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    """Parses a command line of a six-rank job."""
+    monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", *flags])
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("RANK", "1")
+    parse_job()
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags_give_one_line(monkeypatch: pytest.MonkeyPatch, prefix: Path, flags: str) -> None:
+    with pytest.raises(ValueError, match=BAD[flags]) as caught:
+        parse(monkeypatch, [*MODEL, "--data-path", str(prefix), *flags.split()])
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_per_token_loss(monkeypatch: pytest.MonkeyPatch, prefix: Path) -> None:
+    flags = [flag for flag in MODEL if flag != "--calculate-per-token-loss"]
+    with pytest.raises(ValueError, match="--calculate-per-token-loss is required"):
+        parse(monkeypatch, [*flags, "--data-path", str(prefix)])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty", "docs|empty holds no document to train on: 0 tokens"),
+        ("long", "--data-path holds no document to train on: 2 documents, none with 1 to 512"),
+        ("nowhere", "there is no file .*nowhere.bin"),
+        ("0.3", "prefixes without weights, got 0.3"),
+    ],
+)
+def test_bad_data(monkeypatch: pytest.MonkeyPatch, prefix: Path, name: str, message: str) -> None:
+    path = name if name == "0.3" else str(prefix.parent / name)
+    with pytest.raises(ValueError, match=message):
+        parse(monkeypatch, [*MODEL, "--data-path", path])
+    with pytest.raises(ValueError, match="--data-path is required"):
+        parse(monkeypatch, MODEL)
+
+
+def test_exit_code_two_and_one_line(prefix: Path) -> None:
+    flags = [*MODEL, "--data-path", str(prefix), "--context-parallel-size", "2"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "pretrain_nsp.py"), *flags],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "error" in line] == [
+        "pretrain_nsp.py: error: --context-parallel-size must be 1 with nested sequence "
+        "parallelism, which shares samples over the data-parallel ranks itself; got 2"
+    ]
+    assert "Traceback" not in done.stderr
+
+
+def test_one_line_from_rank_zero_under_torchrun(prefix: Path) -> None:
+    flags = [*MODEL, "--data-path", str(prefix), "--nsp-max-degree", "4"]
+    done = subprocess.run(
+        command(2, ROOT / "pretrain_nsp.py", *flags),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    message = "pretrain_nsp.py: error: --nsp-max-degree: degree 4 does not divide the 2 ranks"
+    assert done.returncode and (done.stderr + done.stdout).count(message) == 1

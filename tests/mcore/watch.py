@@ -1,0 +1,196 @@
+"""What the probe writes down: wrappers around the product, which knows of none of them.
+
+Import it after CPU mode is on.
+"""
+
+import re
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.training import training
+
+from megatron_nsp.mcore import pretrain
+from megatron_nsp.testing.logging_group import CollectiveLog, LoggingGroup
+
+STEPS: list[dict[str, Any]] = []
+TOKENS: list[tuple[int, int, float]] = []
+LOG = CollectiveLog()
+ROTARY_GROUPS: list[Any] = []
+
+
+def global_name(name: str) -> str:
+    """The parameter's name with a local expert's number turned into the global one."""
+    match = re.search(r"local_experts\.(\d+)\.", name)
+    if not match:
+        return name
+    num_local = training.get_args().num_experts // mpu.get_expert_model_parallel_world_size()
+    expert = mpu.get_expert_model_parallel_rank() * num_local + int(match.group(1))
+    return name.replace(match.group(0), f"local_experts.{expert}.")
+
+
+def watch_optimizer() -> None:
+    """Saves every gradient just before the optimizer's step."""
+    setup = training.setup_model_and_optimizer
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = setup(*args, **kwargs)
+        models, optimizer = result[0], result[1]
+        step = optimizer.step
+
+        def logged_step(*a: Any, **k: Any) -> Any:
+            grads = {
+                global_name(name.removeprefix("module.").removeprefix("module.")): (
+                    parameter.main_grad.detach().clone()
+                )
+                for model in models
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
+            STEPS.append(
+                {
+                    "grads": grads,
+                    "tokens": list(TOKENS),
+                    "records": list(LOG.records),
+                    "groups": groups_of_modules(models),
+                    "rotary": list(ROTARY_GROUPS),
+                }
+            )
+            TOKENS.clear()
+            LOG.clear()
+            return step(*a, **k)
+
+        optimizer.step = logged_step
+        return result
+
+    training.setup_model_and_optimizer = watched
+
+
+def groups_of_modules(models: list[torch.nn.Module]) -> dict[str, int]:
+    """Identity of every process group that a module holds, by module and attribute."""
+    found = {}
+    for model in models:
+        for name, module in model.named_modules():
+            holders = {"": vars(module), ".pg": vars(vars(module).get("pg_collection") or object)}
+            for place, attributes in holders.items():
+                for key, value in attributes.items():
+                    if isinstance(value, torch.distributed.ProcessGroup):
+                        found[f"{name}{place}.{key}"] = id(value)
+    return found
+
+
+def watch_rotary() -> None:
+    """Saves the group each rotary call is given."""
+    from megatron_nsp.mcore.rope import NestedRotaryEmbedding
+
+    forward = NestedRotaryEmbedding.forward
+
+    def watched(self: NestedRotaryEmbedding, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ROTARY_GROUPS.append(kwargs.get("cp_group"))
+        return forward(self, *args, **kwargs)
+
+    NestedRotaryEmbedding.forward = watched
+
+
+def route_to_one_expert() -> None:
+    """Lifts expert 0's logit above all others."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    gating = TopKRouter.gating
+
+    def biased(self: TopKRouter, input: torch.Tensor) -> torch.Tensor:
+        logits = gating(self, input)
+        lift = torch.zeros_like(logits)
+        lift[..., 0] = 1e3
+        return logits + lift
+
+    TopKRouter.gating = biased
+
+
+def mask_targets(before: int) -> None:
+    """Takes away the targets of each document's first tokens."""
+    from megatron_nsp.mcore import data
+
+    read_tokens = data.read_tokens
+
+    def masked(layout: Any, *args: Any) -> Any:
+        tokens, labels, loss_mask = read_tokens(layout, *args)
+        loss_mask[layout.positions < before] = 0.0
+        return tokens, labels, loss_mask
+
+    data.read_tokens = masked
+
+
+def watch_loss() -> None:
+    """Saves the loss Megatron reports, unrounded."""
+    log = training.training_log
+
+    def watched(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        STEPS[-1]["loss"] = float(loss_dict["lm loss"])
+        return log(loss_dict, *args, **kwargs)
+
+    training.training_log = watched
+
+
+def watch_tokens() -> None:
+    """Saves each token's loss by document and position."""
+    forward = pretrain.Trainer.forward_step
+
+    def watched(self: pretrain.Trainer, data_iterator: Any, model: Any) -> Any:
+        batches = []
+
+        class Tap:
+            def __next__(self) -> Any:
+                batches.append(next(data_iterator))
+                return batches[-1]
+
+        losses, loss = forward(self, Tap(), model)
+        (batch,) = batches
+        assert self.step is not None
+        row = 0
+        for sample, start, stop in batch.nested.layout.segments:
+            document = int(self.step.batch.documents[sample])
+            for position in range(start, stop):
+                if batch.loss_mask[0, row]:
+                    TOKENS.append((document, position, float(losses[0, row])))
+                row += 1
+        return losses, loss
+
+    pretrain.Trainer.forward_step = watched
+
+
+def watch_groups() -> None:
+    """Puts a logging group around each nested group."""
+    provide = pretrain.Trainer.__call__
+
+    def watched(self: pretrain.Trainer, *args: Any, **kwargs: Any) -> Any:
+        result = provide(self, *args, **kwargs)
+        assert self.runtime is not None
+        group_of = self.runtime.groups._group_of
+        plain = dict(group_of)
+        for node, group in plain.items():
+            group_of[node] = LoggingGroup(group, LOG)
+        close = self.close
+
+        def restore_and_close() -> None:
+            group_of.update(plain)
+            close()
+
+        self.close = restore_and_close  # type: ignore[method-assign]
+        return result
+
+    pretrain.Trainer.__call__ = watched
+
+
+def fail_on_purpose(rank: int, step: int) -> None:
+    """Makes the prologue of one rank raise in one step."""
+    from megatron_nsp.backends.ulysses import UlyssesForward
+
+    prologue = UlyssesForward.prologue
+
+    def failing(self: UlyssesForward) -> Any:
+        if rank == torch.distributed.get_rank() and len(STEPS) == step - 1:
+            raise MemoryError("made up for the test")
+        return prologue(self)
+
+    UlyssesForward.prologue = failing
