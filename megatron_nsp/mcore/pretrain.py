@@ -193,7 +193,7 @@ class Trainer:
         if isinstance(error, NodeError) and self.step is not None:
             documents = self.step.batch.documents[error.samples].tolist()
             where.append(f"documents {documents[:8]}{'...' if len(documents) > 8 else ''}")
-        return f"nsp: {', '.join(where)}: {error}"
+        return f"nsp: {', '.join(where)}: {type(error).__name__}: {error}"
 
 
 def main() -> None:

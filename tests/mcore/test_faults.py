@@ -25,4 +25,4 @@ def test_l4_a_failing_rank_ends_the_job_and_says_why(tmp_path: Path) -> None:
     assert run.returncode
     messages = [line for line in run.output.splitlines() if line.startswith("nsp: rank")]
     assert messages[0].startswith("nsp: rank 1, step 2, documents [")
-    assert "fwd prologue of node 4:0: MemoryError: made up for the test" in messages[0]
+    assert "NodeError: fwd prologue of node 4:0: MemoryError: made up for the test" in messages[0]

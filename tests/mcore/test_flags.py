@@ -17,13 +17,13 @@ BAD = {
     "--nsp-degrees 1,3": "--nsp-degrees: degree 3 cannot split 8 query and 2 key/value heads",
     "--nsp-degrees 1,2 --nsp-max-degree 2": "--nsp-max-degree 2 must not be given",
     "--context-parallel-size 2": "--context-parallel-size must be 1",
-    "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of 512 tokens"
-    " puts 256 on a rank at the largest degree 2",
+    "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of 512 token"
+    "s puts 256 on a rank at the largest degree 2",
     "--nsp-token-budget 0": "--nsp-token-budget must be at least 1, got 0",
     "--nsp-batch-tokens -5": "--nsp-batch-tokens must be at least 1, got -5",
     "--nsp-plan-ahead -1": "--nsp-plan-ahead must be at least 0, got -1",
     "--nsp-over-long drop": "--nsp-over-long must be one of filter, error, got drop",
-    "--nsp-max-length 400 --nsp-over-long error": "has 512 tokens, over --nsp-max-length 400; 1 of",
+    "--nsp-max-length 400 --nsp-over-long error": "512 tokens, over --nsp-max-length 400; 1 of",
     "--nsp-policy fastest": "--nsp-policy must be file:PATH or one of auto, search",
     "--nsp-policy file:/no/such": "--nsp-policy file:/no/such: there is no such file",
     "--nsp-kernel triton": "--nsp-kernel must be one of auto, .*, got triton",
