@@ -1,8 +1,8 @@
 """Improving moves: a finished placement, polished by a fixed number of single changes.
 
 The load of a pass is set by one rank in forward and one in backward. Each round looks at samples on
-the paths of these two ranks, works out the load after moving each of them to every other node, or
-after exchanging it with a sample of similar length, and carries out the best change if it helps.
+the paths of these two ranks, works out the load after moving each of them to every other node, and
+carries out the best move if it helps.
 """
 
 import numpy as np
@@ -12,6 +12,9 @@ from megatron_nsp.planner.placement import PassState
 
 _NUM_ROUNDS = 12
 _NUM_CANDIDATES = 12
+_NUM_TARGETS_TRIED = 8
+"""Rounds, samples looked at in a round, and best moves tried if the token budget forbids some."""
+
 _LEAST_GAIN = 5e-4
 """A round that gains less than this share of the load is the last."""
 
@@ -55,7 +58,7 @@ def _best_move(state: PassState) -> bool:
     load_ns = np.concatenate(loads, axis=1)
     current_ns = state.load_ns()
     order = np.argsort(load_ns, axis=None, kind="stable")
-    for flat in order[:8].tolist():
+    for flat in order[:_NUM_TARGETS_TRIED].tolist():
         row, target = divmod(flat, len(targets))
         if load_ns[row, target] >= current_ns:
             return False

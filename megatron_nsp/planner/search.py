@@ -32,8 +32,8 @@ CAPS = (1.0, 0.5)
 BUDGET_CAPS = (1.0, 0.5, 0.3, 0.15)
 """Caps on a sample's time, as shares of the bound; low ones spread tokens, for tight budgets."""
 
-NUM_FINISHED = 2
-"""Drafts that are filled."""
+NUM_FINISHED, LEAST_PROMISE = 2, 0.001
+"""Drafts that are filled, and the gain that a further one must promise in a batch of many."""
 
 BEAM_PREFIX = 24
 """Longest samples that the beam places."""
@@ -66,7 +66,8 @@ def _finish(drafts: list[tuple[PassState, IntArray]], best: Finished | None) -> 
     predicted = [predicted_ns(state, tail) for state, tail in drafts]
     for number in sorted(range(len(drafts)), key=predicted.__getitem__)[:NUM_FINISHED]:
         state, tail = drafts[number]
-        if best is not None and best[:2] <= (0, predicted[number]):
+        least_gain = LEAST_PROMISE if state.problem.num_samples > SMALL_BATCH else 0.0
+        if best is not None and best[0] == 0 and predicted[number] >= best[1] * (1 - least_gain):
             break
         num_left = len(state.place_anywhere(fill_leaves(state, tail)))
         improve(state)

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.placement import PassState, Placement, exact_sums
+from megatron_nsp.planner.policies.static import place_static
 from megatron_nsp.planner.problem import PassProblem, cheapest_columns
 
 RATIO, MAX_STEPS = 1.02, 256
@@ -39,7 +40,8 @@ def place_disjoint_lpt(problem: PassProblem) -> Placement:
         state, left = _place(problem, *partition)
         if best is None or (left, state.load_ns()) < best[:2]:
             best = (left, state.load_ns(), state.placement())
-    return PassState(problem).placement() if best is None else best[2]
+    # No partition: the token budget leaves some samples only degrees that use up all ranks.
+    return place_static(problem, problem.tree.max_degree) if best is None else best[2]
 
 
 def _partition(problem: PassProblem, step: int) -> tuple[IntArray, IntArray] | None:

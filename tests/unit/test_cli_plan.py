@@ -1,0 +1,132 @@
+"""Pure tests of `megatron-nsp plan`: the JSON, the table, the errors. Case A1."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_nsp.cli import main
+from megatron_nsp.plan import Plan
+from tests.unit.scorer import score_plan, tightest_bound_us
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_plan(capsys, words: str) -> str:
+    assert main(["plan", *words.split()]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_json_holds_all_it_takes_to_check_it(capsys) -> None:
+    words = "--lengths paper-mix --ranks 16 --batch-tokens 200000 --max-len 65536 --seed 3 --json"
+    data = json.loads(run_plan(capsys, words))
+    plan = Plan.from_dict(data["plan"])
+    assert plan.digest == data["digest"] == data["plan"]["digest"]
+    assert data["token_load"] == plan.token_load().tolist()
+    score = score_plan(data["plan"], data["profile"])
+    assert data["step_us"] == pytest.approx(score.load_us, rel=1e-12)
+    assert data["load_us"] == pytest.approx(score.rank_load_us, rel=1e-12)
+    bound_us = tightest_bound_us(data["plan"], data["profile"])
+    assert data["bound_us"] == pytest.approx(bound_us, rel=1e-9)
+    assert data["gap"] == pytest.approx(score.load_us / bound_us)
+    assert data["gap_no_latency"] == pytest.approx(score.load_no_latency_us / bound_us)
+    assert data["policy"] == "search"
+    assert data["search_load_us"] == data["step_us"] <= min(data["policies"].values())
+    fixed = {f"static-{degree}" for degree in (1, 2, 4, 8, 16)}
+    assert set(data["policies"]) == {*fixed, "two-level", "disjoint-lpt"}
+    assert data["plan_ms"] > 0 and data["num_over_long"] >= 0 == data["num_dropped"]
+    assert data == {**json.loads(run_plan(capsys, words)), "plan_ms": data["plan_ms"]}
+
+
+def test_budget_and_chain_reach_the_plan(capsys) -> None:
+    words = "--lengths 4000,4000,4000 --ranks 4 --token-budget 2000 --json"
+    data = json.loads(run_plan(capsys, words))
+    assert data["plan"]["num_micro_batches"] == 2 and data["plan"]["token_budget"] == 2000
+    assert data["token_load_by_micro_batch"][0] != [0] * 4
+    assert sum(data["token_load"]) == 12000
+    words = "--lengths 9000,10 --ranks 12 --degrees 1,3,6 --heads 24 --kv-heads 6 --json"
+    assert json.loads(run_plan(capsys, words))["plan"]["degrees"] == [1, 3, 6]
+
+
+def test_a_profile_and_lengths_from_files(tmp_path, capsys) -> None:
+    data = json.loads(run_plan(capsys, "--lengths 100 --ranks 2 --profile cpu-gloo --json"))
+    fields = {k: v for k, v in data["profile"].items() if k not in ("model", "backend")}
+    fields = {k: v for k, v in fields.items() if not k.startswith("bwd_")}
+    (tmp_path / "p.json").write_text(json.dumps({**fields, "name": "p", "latency_us": 7.0}))
+    (tmp_path / "l.txt").write_text("100 0 300")
+    words = f"--lengths {tmp_path}/l.txt --ranks 2 --profile {tmp_path}/p.json --max-len 200 --json"
+    data = json.loads(run_plan(capsys, words))
+    assert data["profile"]["latency_us"] == 7 and data["profile"]["name"] == "p"
+    assert (data["num_dropped"], data["num_over_long"]) == (1, 1)
+
+
+def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
+    words = "--lengths wikipedia --ranks 8 --batch-tokens 100000 --max-len 32768"
+    text = run_plan(capsys, words)
+    for part in ("node", "degree", "samples", "tokens", "imbalance", "gap", "baseline", "planning"):
+        assert part in text
+    assert text.count("####") >= 8 and "estimate" in text and text.isascii()
+    assert max(map(len, text.splitlines())) <= 120
+    many = run_plan(capsys, "--lengths wikipedia --ranks 64 --batch-tokens 400000 --max-len 9999")
+    assert "1:*" in many and len(many.splitlines()) < 130
+    two = run_plan(capsys, "--lengths 40,40,40 --ranks 4 --max-degree 1 --token-budget 40")
+    assert "micro-batch" not in two
+    assert "micro-batch 1" in run_plan(capsys, "--lengths 40,40 --ranks 1 --token-budget 40")
+    assert "0 samples" in run_plan(capsys, "--lengths 0 --ranks 2")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--lengths 10 --ranks 6 --max-degree 4",
+            "--max-degree: degree 4 does not divide the 6 ranks of the domain",
+        ),
+        (
+            "--lengths 10 --ranks 12 --degrees 1,3,6 --heads 28 --kv-heads 7",
+            "--degrees: degree 3 cannot split 28 query and 7 key/value heads evenly",
+        ),
+        (
+            "--lengths 10 --ranks 4 --degrees 1,2 --max-degree 2",
+            "--degrees [1, 2] already says the largest degree, --max-degree 2 must not be given",
+        ),
+        ("--lengths 10 --ranks 4 --degrees 1,x", "--degrees takes whole numbers, got 1,x"),
+        (
+            "--lengths 9,4000 --ranks 4 --token-budget 900",
+            "sample 1 of 4000 tokens needs 1000 tokens a rank at the largest degree 4, over "
+            "--token-budget 900",
+        ),
+        (
+            "--lengths 3 --ranks 4 --heads 7 --kv-heads 2",
+            "--heads 7 must be a multiple of --kv-heads 2",
+        ),
+        ("--lengths 3 --ranks 0", "--ranks must be at least 1, got 0"),
+        ("--lengths 3 --ranks 2 --seed -1", "--seed must be at least 0, got -1"),
+        (
+            "--lengths 1,2 --ranks 2 --batch-tokens 10",
+            "--batch-tokens 10 is more than the 3 tokens",
+        ),
+        ("--lengths wikipedia --ranks 2", "--lengths wikipedia needs --batch-tokens"),
+        ("--lengths wiki --ranks 2", "--lengths wiki is neither a length table (paper-mix"),
+        ("--lengths 3 --ranks 2 --profile x", "no profile x: neither a file nor one of cpu-gloo"),
+    ],
+)
+def test_errors_are_one_line_and_status_two(capsys, words: str, message: str) -> None:
+    assert main(["plan", *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("megatron-nsp plan: error: ") and message in printed.err
+
+
+def test_planning_from_the_shell_needs_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['megatron'] = None; "
+        "from megatron_nsp.cli import main; sys.exit(main())"
+    )
+    words = ["plan", "--lengths", "300,20", "--ranks", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["plan"]["num_ranks"] == 2
