@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megatron_nsp.attention import NestedBatch
@@ -144,14 +145,17 @@ def _row(values: np.ndarray) -> Tensor:
 
 
 def compare_digests(step: PlannedStep) -> None:
-    """Checks that every rank of the job planned the same step; one small collective.
+    """Checks that every rank of the domain planned the same step; one small collective.
+
+    Not over the whole job: a later pipeline stage asks for its data only when the stage before has
+    sent its activations, so the two would wait for one another.
 
     Raises:
         RuntimeError: the plans differ, on all ranks alike.
     """
     number = int(step.digest[:15], 16)  # 60 bits fit into int64 with either sign
     extremes = torch.tensor([number, -number], dtype=torch.int64, device="cuda")
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mpu.get_data_parallel_group())
     highest, lowest = extremes[0].item(), -extremes[1].item()
     if highest != lowest:
         raise RuntimeError(

@@ -83,7 +83,7 @@ class Job:
         if args.seq_length is None and config.max_length is None:
             raise ValueError("--seq-length is required: the longest sample to train on, in tokens")
         max_length = config.max_length or args.seq_length
-        documents = Documents(args.data_path or ())
+        documents = Documents(args.train_data_path or args.data_path or ())
         validate.check_lengths(config, documents, max_length, tree)
         check_policy(config, tree, num_micro_batches)
         choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))

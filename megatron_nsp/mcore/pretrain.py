@@ -120,7 +120,7 @@ class Trainer:
         valid = None
         if self.args.eval_iters:
             valid = PlannedDocuments(
-                lambda: self._iterator(self.job.valid_planner(), lambda step: None)
+                lambda: self._iterator(self.job.valid_planner(), self._start_valid_step)
             )
         return train, valid, None
 
@@ -160,6 +160,9 @@ class Trainer:
     def _start_step(self, step: PlannedStep) -> None:
         self.step = step
         self.job.log_step(step)
+
+    def _start_valid_step(self, step: PlannedStep) -> None:
+        self.step = None  # a failure now is not one of the training step's documents
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """Megatron's forward step: the losses of one micro-batch and how to sum them."""
@@ -221,6 +224,8 @@ def main() -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    trainer.close()
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
+    finally:  # also when Megatron ends the run itself, for example at --exit-interval
+        trainer.close()
+        if dist.is_initialized():
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()

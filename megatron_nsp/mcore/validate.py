@@ -80,7 +80,10 @@ def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
     if args.rampup_batch_size is not None:
         raise ValueError("--rampup-batch-size cannot be used: the passes of a step are fixed")
     if args.eval_iters and not args.valid_data_path:
-        raise ValueError(f"--eval-iters {args.eval_iters} needs --valid-data-path")
+        raise ValueError(
+            f"--eval-iters {args.eval_iters} needs --valid-data-path, and --train-data-path in "
+            "place of --data-path"
+        )
     if args.dataloader_type not in (None, "external"):
         raise ValueError(f"--dataloader-type must be external, got {args.dataloader_type}")
     args.dataloader_type = "external"

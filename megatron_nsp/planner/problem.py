@@ -45,8 +45,9 @@ class PassProblem:
     @classmethod
     def from_times(cls, times: SampleTimes, token_budget: int | None) -> "PassProblem":
         """The problem of placing the samples of `times`, which are sorted longest first."""
-        fwd_ns = np.rint(times.fwd_us * 1000.0).astype(np.int64)
-        bwd_ns = np.rint(times.bwd_us * 1000.0).astype(np.int64)
+        # At least one: a sample that weighs nothing would be piled up with others like it.
+        fwd_ns = np.maximum(np.rint(times.fwd_us * 1000.0).astype(np.int64), 1)
+        bwd_ns = np.maximum(np.rint(times.bwd_us * 1000.0).astype(np.int64), 1)
         return cls(
             tree=times.tree,
             lengths=times.lengths,

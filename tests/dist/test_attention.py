@@ -13,6 +13,9 @@ from megatron_nsp.executor import build_queue
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import AttentionMask, choose_kernel
 from megatron_nsp.plan import Plan
+from megatron_nsp.planner.cost import CostModel, ModelShape
+from megatron_nsp.planner.profile import load_profile
+from megatron_nsp.planner.window import plan_batch
 from megatron_nsp.testing.logging_group import CollectiveLog, logged_new_group
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree
 from megatron_nsp.testing.ranks import RankError, run_ranks
@@ -116,6 +119,74 @@ def test_i2_members_of_a_group_log_the_same_list() -> None:
                     for rank in (one, other)
                 ]
                 assert shared[0] == shared[1]
+
+
+class EchoKernel:
+    """Gives the queries back, and their gradient: what is left is the exchange alone."""
+
+    name = "echo"
+
+    def forward(self, q, k, v, samples, mask):
+        return q.clone(), q.new_zeros(q.shape[1], q.shape[0])
+
+    def backward(self, dout, q, k, v, out, lse, samples, mask):
+        return dout.clone(), torch.ones_like(k), torch.ones_like(v)
+
+
+def test_c5_to_heads_and_back_is_the_identity_bit_for_bit() -> None:
+    assert all(run_ranks(8, _echo))
+
+
+def _echo(rank: int) -> bool:
+    groups = NestedGroups.create(TREE, [range(8)])
+    runtime = AttentionRuntime(groups, EchoKernel(), build_queue(CPU, True))
+    rng, is_same = random.Random(11), True
+    for seed in range(200):
+        plan = random_plan(rng, TREE, random_lengths(rng, 8, 60))
+        batch = NestedBatch.build(plan, rank)
+        torch.manual_seed(1000 * seed + rank)
+        rows, num_tokens = batch.layout.buffer_tokens, batch.layout.num_tokens
+        q, dout = torch.randn(rows, 8, 4, requires_grad=True), torch.randn(rows, 8, 4)
+        k = torch.randn(rows, 2, 4, requires_grad=True)
+        out = nested_attention(q, k, k.detach(), batch, AttentionMask(1.0), runtime)
+        out.backward(dout)
+        is_same &= torch.equal(out[:num_tokens], q[:num_tokens])
+        is_same &= torch.equal(q.grad[:num_tokens], dout[:num_tokens])
+        # Every rank that got a copy of a key head sent one back: d / K of them at degree d > K.
+        copies = [torch.full((p.num_tokens,), max(1, p.degree // 2)) for p in batch.layout.slices]
+        expected = torch.cat([*copies, torch.zeros(rows - num_tokens)]).float()
+        is_same &= torch.equal(k.grad, expected[:, None, None].expand_as(k.grad))
+    return is_same
+
+
+def test_l2_the_autograd_function_passes_gradcheck() -> None:
+    assert run_ranks(1, _gradcheck) == [True]
+
+
+def _gradcheck(rank: int) -> bool:
+    tree = SPTree(1, (1,))
+    runtime = AttentionRuntime(
+        NestedGroups.create(tree, [[0]]), choose_kernel("auto", CPU), build_queue(CPU, True)
+    )
+    batch = NestedBatch.build(forced(tree, [(5, 1, 0), (1, 1, 0), (3, 1, 0)]), 0, row_multiple=4)
+    qkv = [
+        torch.randn(12, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    ]
+
+    def attend(*leaves: torch.Tensor) -> torch.Tensor:
+        return nested_attention(*leaves, batch, AttentionMask(0.5), runtime)
+
+    return torch.autograd.gradcheck(attend, qkv)
+
+
+def test_f4_only_short_samples_stay_at_leaves_and_send_nothing() -> None:
+    rng = random.Random(5)
+    lengths = [rng.randint(1, 64) for _ in range(400)]
+    shape = ModelShape.from_hidden(2, 64, 8, 8, 8)
+    plan = plan_batch(lengths, TREE, CostModel(load_profile("h100-ib"), shape, TREE)).plan
+    assert {TREE.degree(node) for node in plan.active_nodes()} == {1}
+    result = check_cases([AttentionCase(plan, 8, 8, 8)])[0]
+    assert result.is_right(1e-10) and result.sent_bytes == [0] * 8
 
 
 def test_h1_a_recomputed_node_adds_one_prologue_and_one_epilogue() -> None:

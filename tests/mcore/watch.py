@@ -126,7 +126,8 @@ def watch_loss() -> None:
     log = training.training_log
 
     def watched(loss_dict: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        STEPS[-1]["loss"] = float(loss_dict["lm loss"])
+        if "lm loss" in loss_dict:  # the last pipeline stage alone has it
+            STEPS[-1]["loss"] = float(loss_dict["lm loss"])
         return log(loss_dict, *args, **kwargs)
 
     training.training_log = watched
@@ -137,6 +138,8 @@ def watch_tokens() -> None:
     forward = pretrain.Trainer.forward_step
 
     def watched(self: pretrain.Trainer, data_iterator: Any, model: Any) -> Any:
+        if not torch.is_grad_enabled():  # an evaluation step
+            return forward(self, data_iterator, model)
         batches = []
 
         class Tap:

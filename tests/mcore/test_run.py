@@ -1,0 +1,84 @@
+"""A run as a whole: resume, evaluation, pipeline stages, a budget that carries samples over."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_nsp.tree import SPTree
+from tests.data_maker import write_documents
+from tests.mcore.launch import Run, shared_checkpoint, train
+from tests.mcore.plans import batches, mixed, record
+
+LENGTHS = [130, 77, 64, 31, 8, 3, 1, 90, 55, 200, 12, 5] * 5
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """Sixty documents, about five of them in each step."""
+    write_documents(tmp_path / "docs", LENGTHS, seed=3)
+    return ["--data-path", str(tmp_path / "docs"), "--nsp-batch-tokens", "300"]
+
+
+def documents_of(run: Run, step: int) -> set[int]:
+    """The documents that had a target in a step."""
+    return {document for document, _ in run.token_losses(step)}
+
+
+@pytest.mark.parametrize("budget", [None, 100])
+def test_a_resumed_run_goes_on_where_it_stopped(
+    tmp_path: Path, flags: list[str], budget: int | None
+) -> None:
+    if budget is not None:
+        flags += ["--nsp-token-budget", str(budget)]
+    flags += ["--train-iters", "4"]
+    save = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "2", "--exit-interval", "2"]
+    whole = train(4, tmp_path / "whole", *flags)
+    train(4, tmp_path / "first", *flags, *save)
+    second = train(4, tmp_path / "second", *flags, "--load", str(tmp_path / "checkpoint"))
+    assert second.losses == whole.losses[2:]
+    for step in range(2):
+        assert documents_of(second, step) == documents_of(whole, step + 2)
+
+
+def test_samples_over_the_budget_are_carried_and_none_is_lost(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    # 4 ranks times 60 tokens hold less than the 300 tokens that a step draws.
+    run = train(4, tmp_path / "run", *flags, "--nsp-token-budget", "60", "--train-iters", "4")
+    assert "carried to the next step: " in run.output
+    trained = [(step, document) for step in range(4) for document in documents_of(run, step)]
+    drawn = np.concatenate([b.documents for b in batches(tmp_path / "docs", 2, 300)]).tolist()
+    with_targets = {document for document in drawn if LENGTHS[document] > 1}
+    assert with_targets <= {document for _, document in trained}
+
+
+def test_evaluation_gives_the_loss_of_one_rank(tmp_path: Path, flags: list[str]) -> None:
+    write_documents(tmp_path / "valid", [40, 1, 77, 5], seed=4)
+    flags[0] = "--train-data-path"
+    flags += ["--valid-data-path", str(tmp_path / "valid"), "--train-iters", "2"]
+    flags += ["--eval-iters", "2", "--eval-interval", "2", "--probe-float64"]
+    lines = [
+        [
+            line
+            for line in train(ranks, tmp_path / str(ranks), *flags).output.splitlines()
+            if "validation loss at" in line and "lm loss value" in line
+        ]
+        for ranks in (1, 4)
+    ]
+    assert len(lines[0]) == len(lines[1]) > 0
+    values = [
+        [float(line.split("lm loss value:")[1].split()[0]) for line in rows] for rows in lines
+    ]
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-6)
+
+
+def test_pipeline_stages_give_the_loss_of_one_rank(tmp_path: Path, flags: list[str]) -> None:
+    start = shared_checkpoint(tmp_path, tmp_path / "docs", "--probe-float64")
+    flags += [*start, "--probe-float64", "--train-iters", "3"]
+    one = train(1, tmp_path / "one", *flags)
+    tree, plans = SPTree(2, (1, 2)), tmp_path / "plans.jsonl"
+    record(plans, tree, batches(tmp_path / "docs", 3, 300), (mixed,))
+    split = ["--pipeline-model-parallel-size", "2", "--nsp-policy", f"file:{plans}"]
+    four = train(4, tmp_path / "four", *flags, *split)
+    np.testing.assert_allclose(four.losses, one.losses, rtol=1e-9)
