@@ -196,7 +196,11 @@ class Trainer:
         if isinstance(error, NodeError) and self.step is not None:
             documents = self.step.batch.documents[error.samples].tolist()
             where.append(f"documents {documents[:8]}{'...' if len(documents) > 8 else ''}")
-        return f"nsp: {', '.join(where)}: {type(error).__name__}: {error}"
+        # An assertion often has no text: its place says more.
+        what = str(error) or "at {0.filename}:{0.lineno}".format(
+            traceback.extract_tb(error.__traceback__)[-1]
+        )
+        return f"nsp: {', '.join(where)}: {type(error).__name__}: {what}"
 
 
 def main() -> None:

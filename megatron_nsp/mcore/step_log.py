@@ -13,6 +13,7 @@ def step_line(step: PlannedStep) -> str:
         f"samples: {step.num_samples}",
         f"tokens: {step.num_tokens}",
         f"targets: {step.num_targets}" + ("" if step.num_targets else " (no targets in this step)"),
+        f"predicted: {step.score.load_us / 1e3:.1f} ms",
         f"imbalance: {imbalance(step):.3f}",
         f"tokens per degree: {degree_shares(step)}",
         f"plan: {step.plan_ms:.1f} ms, waited {step.waited_ms:.1f} ms",
@@ -50,6 +51,6 @@ def degree_shares(step: PlannedStep) -> str:
     return ", ".join(shares) or "none"
 
 
-def _some(numbers: list[int], most: int = 5) -> str:
+def _some(numbers: list[int], most: int = 3) -> str:
     shown = ", ".join(str(number) for number in numbers[:most])
     return shown + (f" and {len(numbers) - most} more" if len(numbers) > most else "")

@@ -138,7 +138,7 @@ def watch_tokens() -> None:
     forward = pretrain.Trainer.forward_step
 
     def watched(self: pretrain.Trainer, data_iterator: Any, model: Any) -> Any:
-        if not torch.is_grad_enabled():  # an evaluation step
+        if not torch.is_grad_enabled() or not mpu.is_pipeline_last_stage():  # no losses here
             return forward(self, data_iterator, model)
         batches = []
 
