@@ -20,7 +20,7 @@ demo:
 	$(PYTHON) examples/cpu/demo.py
 
 test:
-	$(PYTEST) $(wildcard $(SUITES)) --durations=15
+	$(PYTEST) $(SUITES) --durations=15
 
 unit dist mcore examples patches:
 	$(PYTEST) tests/$@

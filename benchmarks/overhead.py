@@ -22,14 +22,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = 1.05
 NUM_RANKS = 4
-# The demo's model and batch (examples/cpu).
+# The demo's model and batch (examples/cpu/train.sh).
 MODEL = (  # noqa: SIM905 - reads as the command line it is
     "--nsp-cpu --num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --swiglu "
-    "--normalization RMSNorm --disable-bias-linear --num-attention-heads 8 "
-    "--group-query-attention --num-query-groups 4 --position-embedding-type rope "
+    "--normalization RMSNorm --disable-bias-linear --num-attention-heads 4 --kv-channels 16 "
+    "--group-query-attention --num-query-groups 2 --position-embedding-type rope "
     "--hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096 "
     "--calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 "
-    "--log-interval 1 --nsp-batch-tokens 32768 --nsp-policy leaves"
+    "--log-interval 1 --nsp-batch-tokens 10240 --nsp-policy leaves"
 ).split()
 
 

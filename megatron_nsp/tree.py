@@ -66,7 +66,7 @@ class SPTree:
             ValueError: `max_degree` is no power of two, or does not divide `num_ranks`.
         """
         if max_degree is None:
-            max_degree = num_ranks & -num_ranks
+            max_degree = max(1, num_ranks & -num_ranks)
         if max_degree < 1 or max_degree & (max_degree - 1):
             raise ValueError(
                 f"the largest degree must be a power of two, got {max_degree} on {num_ranks} ranks;"

@@ -90,36 +90,58 @@ def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
     return int(args.global_batch_size) // num_ranks
 
 
+# Parser destination -> the one value that is allowed, and what to say of another.
+_REFUSED: dict[str, tuple[object, str]] = {
+    "attention_dropout": (0.0, "--attention-dropout must be 0"),
+    "multi_latent_attention": (False, "--multi-latent-attention is not supported yet"),
+    "mtp_num_layers": (None, "--mtp-num-layers is not supported yet"),
+    "window_size": (None, "--window-size is not supported yet"),
+    "softmax_type": ("vanilla", "--softmax-type must be vanilla"),
+    "experimental_attention_variant": (None, "--experimental-attention-variant is not supported"),
+    "qk_clip": (False, "--qk-clip is not supported: it needs the largest attention score"),
+    "log_max_attention_logit": (False, "--log-max-attention-logit is not supported"),
+    "fused_single_qkv_rope": (False, "--fused-single-qkv-rope cannot rotate by position"),
+    "cuda_graph_impl": ("none", "--cuda-graph-impl must be none: boundaries change every step"),
+    "enable_cuda_graph": (
+        False,
+        "--enable-cuda-graph cannot be used: boundaries change every step",
+    ),
+    "external_cuda_graph": (False, "--external-cuda-graph cannot be used: boundaries change"),
+    "fp8": (None, "--fp8-format is not supported yet"),
+    "fp4": (None, "--fp4-format is not supported yet"),
+    "num_layers_per_virtual_pipeline_stage": (
+        None,
+        "--num-layers-per-virtual-pipeline-stage is not supported yet",
+    ),
+    "num_virtual_stages_per_pipeline_rank": (
+        None,
+        "--num-virtual-stages-per-pipeline-rank is not supported yet",
+    ),
+    "pipeline_model_parallel_layout": (
+        None,
+        "--pipeline-model-parallel-layout is not supported yet",
+    ),
+}
+
+
 def check_attention(args: argparse.Namespace) -> None:
-    """Refuses attention that nested attention does not compute.
+    """Refuses attention and loops that nested attention does not serve.
 
     Raises:
         ValueError: names the flag and its value.
     """
-    refused = {
-        "attention_dropout": (0.0, "--attention-dropout must be 0"),
-        "multi_latent_attention": (False, "--multi-latent-attention is not supported yet"),
-        "mtp_num_layers": (None, "--mtp-num-layers is not supported yet"),
-        "window_size": (None, "--window-size is not supported yet"),
-        "experimental_attention_variant": (
-            None,
-            "--experimental-attention-variant is not supported",
-        ),
-        "cuda_graph_impl": ("none", "--cuda-graph-impl must be none: boundaries change each step"),
-        "fp8": (None, "--fp8-format is not supported yet"),
-        "fp4": (None, "--fp4-format is not supported yet"),
-    }
-    for name, (allowed, message) in refused.items():
+    for name, (allowed, message) in _REFUSED.items():
         value = getattr(args, name, allowed)
         if value != allowed and value is not None:
             raise ValueError(f"{message}, got {value}")
-    if args.softmax_type != "vanilla":
-        raise ValueError(f"--softmax-type must be vanilla, got {args.softmax_type}")
     if args.position_embedding_type not in ("rope", "none", "learned_absolute"):
         raise ValueError(
             "--position-embedding-type must be rope, learned_absolute or none, got "
             f"{args.position_embedding_type}"
         )
+    kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
+    if not args.nsp_cpu and kernel in ("auto", "cuda-varlen") and not is_half:
+        raise ValueError(f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16")
 
 
 def check_moe(args: argparse.Namespace) -> None:
@@ -149,6 +171,12 @@ def check_moe(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--moe-expert-capacity-factor must not be set, got {args.moe_expert_capacity_factor}:"
             " it drops tokens by the counts of one rank"
+        )
+    if args.sequence_parallel and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "--sequence-parallel with experts and --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size} is not supported yet: later stages would see "
+            "filler tokens as real ones"
         )
     if args.moe_token_dispatcher_type == "allgather":
         raise ValueError(
