@@ -2,11 +2,12 @@
 
     python benchmarks/overhead.py [--steps 20] [--repeats 5]
 
-One training run, a CPU rank a core and at most four, alternates two kinds of step on the same batches with the same
-assignment of documents to ranks. A nested step is the product: planner, digest, layout, schedule,
-executor. A plain step gets its rows from memory and calls the same CPU kernel in a plain autograd
-function: no plan, no groups, no executor. Steps of both kinds alternate, so both see the same
-machine. Prints one line a repeat and the median ratio; exits 1 above the target of 1.05.
+One training run, a CPU rank a core and at most four, alternates two kinds of step on the same
+batches with the same assignment of documents to ranks. A nested step is the product: planner,
+digest, layout, schedule, executor. A plain step gets its rows from memory and calls the same CPU
+kernel in a plain autograd function: no plan, no groups, no executor. Steps of both kinds alternate,
+so both see the same machine. Prints one line a repeat and the median ratio; exits 1 above the
+target of 1.05.
 """
 
 import argparse
@@ -145,8 +146,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"
-        build = [sys.executable, str(ROOT / "examples/cpu/build_corpus.py"), "--output", str(prefix)]
-        subprocess.run(build, check=True)
+        build_corpus = str(ROOT / "examples" / "cpu" / "build_corpus.py")
+        subprocess.run([sys.executable, build_corpus, "--output", str(prefix)], check=True)
         ratios = [measure(args.steps, str(prefix)) for _ in range(args.repeats)]
     print(f"all-leaf nested over plain: median {median(ratios):.3f}, target {TARGET}")
     return 0 if median(ratios) <= TARGET else 1

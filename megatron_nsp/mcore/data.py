@@ -1,7 +1,7 @@
 """The iterator Megatron's loop draws from: one planned micro-batch after the other.
 
 Every rank runs the same StepPlanner and reads only the tokens of its own slices. Before the first
-collective of a step the ranks compare the step's digest.
+collective of a step the ranks have compared the step's digest.
 """
 
 from collections.abc import Callable, Iterator
@@ -112,12 +112,22 @@ class NestedDataIterator:
         self._planner.close()
 
     def _run(self) -> Iterator[MicroBatch]:
+        # A step's digest is compared while the step before runs, so that no rank waits for it.
+        ahead = self._plan_next()
         while True:
-            step = self._planner.next_step()
-            compare_digests(step)
+            if isinstance(ahead, ValueError):
+                raise ahead
+            step, ahead = ahead.agreed_step(), self._plan_next()
             self._on_step(step)
             for micro_batch in range(step.plan.num_micro_batches):
                 yield self._load(step, micro_batch)
+
+    def _plan_next(self) -> "DigestComparison | ValueError":
+        """The next step on its way; or why there is none, to be told when that step is due."""
+        try:
+            return DigestComparison(self._planner.next_step())
+        except ValueError as error:
+            return error
 
     def _load(self, step: PlannedStep, micro_batch: int) -> MicroBatch:
         nested = NestedBatch.build(
@@ -144,21 +154,40 @@ def _row(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values).unsqueeze(0).to("cuda", non_blocking=True)
 
 
-def compare_digests(step: PlannedStep) -> None:
-    """Checks that every rank of the domain planned the same step; one small collective.
+class DigestComparison:
+    """Compares one step's digest over the domain, in the background; one small collective.
 
     Not over the whole job: a later pipeline stage asks for its data only when the stage before has
     sent its activations, so the two would wait for one another.
 
-    Raises:
-        RuntimeError: the plans differ, on all ranks alike.
+    Args:
+        step: the planned step.
     """
-    number = int(step.digest[:15], 16)  # 60 bits fit into int64 with either sign
-    extremes = torch.tensor([number, -number], dtype=torch.int64, device="cuda")
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mpu.get_data_parallel_group())
-    highest, lowest = extremes[0].item(), -extremes[1].item()
-    if highest != lowest:
-        raise RuntimeError(
-            f"plans of step {step.number} differ between ranks (this one: {step.digest[:15]}); "
-            "every rank must see the same data, seed, flags and package versions"
+
+    def __init__(self, step: PlannedStep) -> None:
+        """Starts the comparison; every rank of the domain must."""
+        self._step = step
+        number = int(step.digest[:15], 16)  # 60 bits fit into int64 with either sign
+        self._extremes = torch.tensor([number, -number], dtype=torch.int64, device="cuda")
+        self._work = dist.all_reduce(
+            self._extremes,
+            op=dist.ReduceOp.MAX,
+            group=mpu.get_data_parallel_group(),
+            async_op=True,
         )
+
+    def agreed_step(self) -> PlannedStep:
+        """The step, once all ranks are known to agree on it.
+
+        Raises:
+            RuntimeError: the plans differ, on all ranks alike.
+        """
+        self._work.wait()
+        highest, lowest = self._extremes[0].item(), -self._extremes[1].item()
+        if highest != lowest:
+            raise RuntimeError(
+                f"plans of step {self._step.number + 1} differ between ranks (this one: "
+                f"{self._step.digest[:15]}); every rank must see the same data, seed, flags and "
+                "package versions"
+            )
+        return self._step

@@ -9,9 +9,10 @@ import argparse
 import dataclasses
 import os
 import sys
+import time
 import traceback
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -203,6 +204,19 @@ class Trainer:
         return f"nsp: {', '.join(where)}: {type(error).__name__}: {what}"
 
 
+def refuse(error: ValueError) -> NoReturn:
+    """Says from rank 0 what cannot be used, and exits with 2.
+
+    A launcher ends the whole job as soon as one rank exits, so the others leave rank 0 the time to
+    say it; its own exit then ends them.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        print(f"pretrain_nsp.py: error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)
+    sys.exit(2)
+
+
 def main() -> None:
     """Trains a GPT model with nested sequence parallelism, as the command line says.
 
@@ -212,9 +226,7 @@ def main() -> None:
         args, job = parse_job()
         model = gpt_config(args)  # Megatron checks the model's own flags here
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"pretrain_nsp.py: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        refuse(error)
     megatron_fixes.apply()
     parallel_state.install(job.tree)
     trainer = Trainer(args, job)

@@ -19,6 +19,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("out", type=Path)
     parser.add_argument("--probe-float64", action="store_true", help="all in double precision")
     parser.add_argument("--probe-fail", metavar="RANK:STEP", help="a rank raises in a prologue")
+    parser.add_argument("--probe-other-plan", metavar="RANK:STEP", help="a rank plans otherwise")
     parser.add_argument("--probe-mask-before", type=int, help="no targets before this position")
     parser.add_argument("--probe-one-expert", action="store_true", help="all tokens to expert 0")
     return parser.parse_known_args(argv)
@@ -45,6 +46,8 @@ def main(argv: list[str]) -> None:
         watch.mask_targets(options.probe_mask_before)
     if options.probe_fail is not None:
         watch.fail_on_purpose(*(int(part) for part in options.probe_fail.split(":")))
+    if options.probe_other_plan is not None:
+        watch.plan_otherwise(*(int(part) for part in options.probe_other_plan.split(":")))
     watch.pretrain.main()
     torch.save(watch.STEPS, options.out / f"rank{os.environ['RANK']}.pt")
 

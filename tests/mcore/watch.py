@@ -197,3 +197,19 @@ def fail_on_purpose(rank: int, step: int) -> None:
         return prologue(self)
 
     UlyssesForward.prologue = failing
+
+
+def plan_otherwise(rank: int, step: int) -> None:
+    """Makes one rank draw another document in one step."""
+    from megatron_nsp.step_planner import StepPlanner
+
+    plan = StepPlanner._plan
+
+    def other(self: StepPlanner) -> Any:
+        planned = plan(self)
+        if rank == torch.distributed.get_rank() and planned.number == step - 1:
+            documents = planned.batch.documents
+            documents[[0, 1]] = documents[[1, 0]]
+        return planned
+
+    StepPlanner._plan = other
