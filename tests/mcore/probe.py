@@ -21,6 +21,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--probe-fail", metavar="RANK:STEP", help="a rank raises in a prologue")
     parser.add_argument("--probe-other-plan", metavar="RANK:STEP", help="a rank plans otherwise")
     parser.add_argument("--probe-mask-before", type=int, help="no targets before this position")
+    parser.add_argument("--probe-losses-only", action="store_true", help="no gradients")
     parser.add_argument("--probe-one-expert", action="store_true", help="all tokens to expert 0")
     return parser.parse_known_args(argv)
 
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
 
     from tests.mcore import watch
 
-    watch.watch_optimizer()
+    watch.watch_optimizer(with_grads=not options.probe_losses_only)
     watch.watch_loss()
     watch.watch_tokens()
     watch.watch_groups()

@@ -82,3 +82,17 @@ def test_pipeline_stages_give_the_loss_of_one_rank(tmp_path: Path, flags: list[s
     split = ["--pipeline-model-parallel-size", "2", "--nsp-policy", f"file:{plans}"]
     four = train(4, tmp_path / "four", *flags, *split)
     np.testing.assert_allclose(four.losses, one.losses, rtol=1e-9)
+
+
+def test_megatron_fsdp_gives_the_losses_of_plain_data_parallelism(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    flags += ["--train-iters", "4", "--nsp-policy", "root"]
+    sharded = (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+        "--ckpt-format fsdp_dtensor --use-distributed-optimizer"
+    )
+    plain = train(4, tmp_path / "plain", *flags)
+    fsdp = train(4, tmp_path / "fsdp", *flags, *sharded.split(), "--probe-losses-only")
+    assert any(rank[0]["records"] for rank in fsdp.steps)
+    np.testing.assert_allclose(fsdp.losses, plain.losses, rtol=1e-6)

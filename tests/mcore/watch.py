@@ -29,7 +29,7 @@ def global_name(name: str) -> str:
     return name.replace(match.group(0), f"local_experts.{expert}.")
 
 
-def watch_optimizer() -> None:
+def watch_optimizer(with_grads: bool) -> None:
     """Saves every gradient just before the optimizer's step."""
     setup = training.setup_model_and_optimizer
 
@@ -45,7 +45,7 @@ def watch_optimizer() -> None:
                 )
                 for model in models
                 for name, parameter in model.named_parameters()
-                if parameter.requires_grad
+                if with_grads and parameter.requires_grad
             }
             STEPS.append(
                 {
