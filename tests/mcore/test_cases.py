@@ -170,3 +170,13 @@ def test_h1_recompute_repeats_the_forward_exchanges_of_every_node(repeated: dict
         plain = [len(step["records"]) for step in repeated["first"].steps[rank]]
         recomputed = [len(step["records"]) for step in repeated["recomputed"].steps[rank]]
         assert any(plain) and recomputed == [count * 6 // 4 for count in plain]
+
+
+def test_c3_an_empty_document_is_left_out_and_counted(tmp_path: Path) -> None:
+    write_documents(tmp_path / "docs", [30, 0, 20], seed=3)
+    flags = ["--data-path", str(tmp_path / "docs"), "--nsp-batch-tokens", "150"]
+    run = train(4, tmp_path / "run", *flags, "--train-iters", "2")
+    lines = [line for line in run.output.splitlines() if "nsp step" in line]
+    # Three epochs and a half of 50 tokens: every epoch passes over the empty document once.
+    assert len(lines) == 2 and all("left out: " in line and " empty" in line for line in lines)
+    assert {entry[0] for rank in run.steps for entry in rank[0]["tokens"]} == {0, 2}
