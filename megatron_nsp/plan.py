@@ -81,6 +81,20 @@ class Plan:
         plan.validate()
         return plan
 
+    def followed_by(self, lengths: npt.ArrayLike) -> "Plan":
+        """The plan of a longer batch, whose further samples are all carried."""
+        more = _frozen(lengths)
+        leaf = np.full(len(more), self.tree.num_depths - 1)
+        return Plan(
+            tree=self.tree,
+            lengths=np.concatenate([self.lengths, more]),
+            depth=np.concatenate([self.depth, leaf]),
+            index=np.concatenate([self.index, np.zeros(len(more), dtype=np.int64)]),
+            micro_batch=np.concatenate([self.micro_batch, np.full(len(more), CARRIED)]),
+            num_micro_batches=self.num_micro_batches,
+            token_budget=self.token_budget,
+        )
+
     @property
     def num_samples(self) -> int:
         """Samples in the batch, carried ones included."""

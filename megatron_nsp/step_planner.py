@@ -16,7 +16,29 @@ from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.sampler import Batch, BatchSampler
 
-PlanBatch = Callable[[IntArray], tuple[Plan, PlanScore]]
+PlanLengths = Callable[[IntArray], tuple[Plan, PlanScore]]
+PlanBatch = Callable[[Batch], tuple[Plan, PlanScore]]
+
+
+def plan_carried_first(batch: Batch, plan_lengths: PlanLengths) -> tuple[Plan, PlanScore]:
+    """Plans a batch so that samples carried from the step before run now.
+
+    Where not everything fits, the planner carries the shortest samples. Left to itself it would
+    carry the same short ones again and again. So when one of them would have to wait once more, the
+    samples drawn last wait instead: fewer and fewer of the new ones are planned until all of the
+    carried ones run.
+
+    Args:
+        batch: the batch; its first `num_carried` samples were carried before.
+        plan_lengths: plans lengths; a pure function.
+    """
+    plan, score = plan_lengths(batch.lengths)
+    num_kept = len(batch.lengths)
+    while num_kept > batch.num_carried and (plan.carried < batch.num_carried).any():
+        num_kept = batch.num_carried + (num_kept - batch.num_carried) * 3 // 4
+        kept, score = plan_lengths(batch.lengths[:num_kept])
+        plan = kept.followed_by(batch.lengths[num_kept:])
+    return plan, score
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +89,7 @@ class StepPlanner:
 
     Args:
         sampler: draws the batches.
-        plan_batch: plans lengths; a pure function.
+        plan_batch: plans a batch; a pure function.
         plan_ahead: steps kept planned ahead; 0 plans in the caller's thread.
         can_carry: whether a plan may carry samples over; without it skipped steps are not planned.
         first_step: steps to skip, for a run that resumes.
@@ -89,7 +111,7 @@ class StepPlanner:
         for _ in range(first_step):
             batch = self._sampler.draw()
             if can_carry:
-                self._sampler.carry(batch.documents[self._plan_batch(batch.lengths)[0].carried])
+                self._sampler.carry(batch.documents[self._plan_batch(batch)[0].carried])
             self._number += 1
 
     def next_step(self) -> PlannedStep:
@@ -113,7 +135,7 @@ class StepPlanner:
     def _plan(self) -> PlannedStep:
         started = time.perf_counter()
         batch = self._sampler.draw()
-        plan, score = self._plan_batch(batch.lengths)
+        plan, score = self._plan_batch(batch)
         self._sampler.carry(batch.documents[plan.carried])
         number, self._number = self._number, self._number + 1
         return PlannedStep(number, batch, plan, score, (time.perf_counter() - started) * 1e3)

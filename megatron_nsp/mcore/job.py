@@ -19,8 +19,8 @@ from megatron_nsp.planner.profile import Profile, load_profile
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.planner.window import plan_batch, policy_names
 from megatron_nsp.replay import PlanRecorder, PlanReplay
-from megatron_nsp.sampler import BatchSampler
-from megatron_nsp.step_planner import PlanBatch, PlannedStep, StepPlanner
+from megatron_nsp.sampler import Batch, BatchSampler
+from megatron_nsp.step_planner import PlanBatch, PlannedStep, StepPlanner, plan_carried_first
 from megatron_nsp.tree import SPTree
 
 REPLAY_PREFIX = "file:"
@@ -134,8 +134,8 @@ class Job:
         replay = PlanReplay(path, self.tree, self.num_micro_batches, self.config.token_budget)
         cost = self._cost()
 
-        def replay_batch(lengths: IntArray) -> tuple[Plan, PlanScore]:
-            plan = replay.plan(lengths)
+        def replay_batch(batch: Batch) -> tuple[Plan, PlanScore]:
+            plan = replay.plan(batch.lengths)
             return plan, cost.score(plan)
 
         return replay_batch
@@ -144,7 +144,7 @@ class Job:
         cost, config = self._cost(), self.config
         policy = "auto" if self._is_replay else config.policy
 
-        def search_batch(lengths: IntArray) -> tuple[Plan, PlanScore]:
+        def search_lengths(lengths: IntArray) -> tuple[Plan, PlanScore]:
             result = plan_batch(
                 lengths,
                 self.tree,
@@ -155,7 +155,7 @@ class Job:
             )
             return result.plan, result.score
 
-        return search_batch
+        return lambda batch: plan_carried_first(batch, search_lengths)
 
     def describe(self, groups: NestedGroups, kernel_name: str) -> str:
         """One line on how the job runs."""

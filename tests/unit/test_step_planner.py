@@ -1,0 +1,87 @@
+"""Pure tests of planning ahead: order, carrying, digests."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_nsp.plan import IntArray, Plan
+from megatron_nsp.planner.cost import CostModel, ModelShape
+from megatron_nsp.planner.profile import load_profile
+from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.planner.window import plan_batch
+from megatron_nsp.sampler import Batch, BatchSampler
+from megatron_nsp.step_planner import PlannedStep, StepPlanner, plan_carried_first
+from megatron_nsp.tree import SPTree
+
+TREE = SPTree(4, (1, 2, 4))
+COST = CostModel(load_profile("h100-ib"), ModelShape.from_hidden(8, 512, 8, 8, 64), TREE)
+LENGTHS = np.array([random.Random(0).randint(1, 100) for _ in range(200)])
+
+
+def planner(budget: int | None, plan_ahead: int = 0, first_step: int = 0) -> StepPlanner:
+    """A run of 300-token steps; a budget of 60 holds only 240."""
+
+    def plan_lengths(lengths: IntArray) -> tuple[Plan, PlanScore]:
+        result = plan_batch(lengths, TREE, COST, token_budget=budget)
+        return result.plan, result.score
+
+    return StepPlanner(
+        BatchSampler(LENGTHS, 300, 100, seed=1),
+        lambda batch: plan_carried_first(batch, plan_lengths),
+        plan_ahead,
+        can_carry=budget is not None,
+        first_step=first_step,
+    )
+
+
+def steps(budget: int | None, count: int, **how: int) -> list[PlannedStep]:
+    """The first steps of a run."""
+    source = planner(budget, **how)
+    found = [source.next_step() for _ in range(count)]
+    source.close()
+    return found
+
+
+def test_a_carried_sample_waits_one_step_at_most() -> None:
+    waited = 0
+    for before, after in zip(steps(60, 60), steps(60, 60)[1:], strict=False):
+        carried = before.batch.documents[before.plan.carried]
+        assert after.batch.num_carried == len(carried)
+        assert after.batch.documents[: len(carried)].tolist() == carried.tolist()
+        assert (after.plan.carried >= len(carried)).all()
+        waited += len(carried)
+    assert waited > 20
+
+
+def test_every_document_runs_once_an_epoch_although_some_are_carried() -> None:
+    ran: list[int] = []
+    for step in steps(60, 80):
+        is_run = step.plan.micro_batch >= 0
+        ran += step.batch.documents[is_run].tolist()
+        if step.batch.epoch > 0:
+            break
+    counts = np.bincount(ran, minlength=200)
+    assert counts.max() <= 2 and (counts == 0).sum() <= len(step.plan.carried)
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+def test_planning_ahead_and_skipping_change_nothing(budget: int | None) -> None:
+    plain = [step.digest for step in steps(budget, 12)]
+    assert [step.digest for step in steps(budget, 12, plan_ahead=3)] == plain
+    assert [step.digest for step in steps(budget, 7, first_step=5)] == plain[5:]
+    assert len(set(plain)) == 12
+
+
+def test_the_digest_sees_documents_of_equal_length() -> None:
+    (step,) = steps(None, 1)
+    batch = Batch(step.batch.documents[::-1].copy(), step.batch.lengths)
+    assert PlannedStep(0, batch, step.plan, step.score, 0.0).digest != step.digest
+
+
+def test_counts() -> None:
+    step = next(step for step in steps(60, 9) if len(step.plan.carried))
+    is_run = step.plan.micro_batch >= 0
+    assert step.num_samples == is_run.sum()
+    assert step.num_tokens == step.batch.lengths[is_run].sum() <= 240
+    assert step.num_targets == step.num_tokens - step.num_samples
