@@ -16,7 +16,7 @@ from megatron_nsp.tree import SPTree
 
 TREE = SPTree(4, (1, 2, 4))
 COST = CostModel(load_profile("h100-ib"), ModelShape.from_hidden(8, 512, 8, 8, 64), TREE)
-LENGTHS = np.array([random.Random(0).randint(1, 100) for _ in range(200)])
+LENGTHS = np.array(random.Random(0).choices(range(1, 101), k=200))
 
 
 def planner(budget: int | None, plan_ahead: int = 0, first_step: int = 0) -> StepPlanner:
