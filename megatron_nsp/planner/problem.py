@@ -16,6 +16,7 @@ from megatron_nsp.planner.score import SampleTimes
 from megatron_nsp.tree import SPTree
 
 _NEVER = np.iinfo(np.int64).max
+_MOST_NS = 2.0**52  # float64 still holds whole nanoseconds, and int64 a node's number beside them
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,19 @@ class PassProblem:
 
     @classmethod
     def from_times(cls, times: SampleTimes, token_budget: int | None) -> "PassProblem":
-        """The problem of placing the samples of `times`, which are sorted longest first."""
+        """The problem of placing the samples of `times`, which are sorted longest first.
+
+        Raises:
+            ValueError: the work is too much to count in nanoseconds.
+        """
+        work_us = float(
+            np.cumsum((times.fwd_us + times.bwd_us).max(axis=1, initial=0.0))[-1:].sum()
+        )
+        if not work_us * 1000.0 < _MOST_NS:
+            raise ValueError(
+                f"{len(times.lengths)} samples, the longest of {int(times.lengths[0])} tokens, are "
+                f"too much work to plan: {work_us / 8.64e10:.0f} days, of 52 at most"
+            )
         # At least one: a sample that weighs nothing would be piled up with others like it.
         fwd_ns = np.maximum(np.rint(times.fwd_us * 1000.0).astype(np.int64), 1)
         bwd_ns = np.maximum(np.rint(times.bwd_us * 1000.0).astype(np.int64), 1)

@@ -102,6 +102,7 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
             "--lengths 3 --ranks 4 --heads 7 --kv-heads 2",
             "--heads 7 must be a multiple of --kv-heads 2",
         ),
+        ("--lengths 99999999999 --ranks 8", "the longest of 99999999999 tokens, are too much work"),
         ("--lengths 3 --ranks 0", "--ranks must be at least 1, got 0"),
         ("--lengths 3 --ranks 2 --seed -1", "--seed must be at least 0, got -1"),
         (
