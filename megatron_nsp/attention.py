@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nsp.backends.base import NodeCall
 from megatron_nsp.backends.ulysses import UlyssesBackward, UlyssesForward
 from megatron_nsp.executor import CommunicationQueue, play
 from megatron_nsp.groups import NestedGroups
@@ -75,6 +76,22 @@ class AttentionRuntime:
     queue: CommunicationQueue
 
 
+def _node_calls(
+    batch: NestedBatch, mask: AttentionMask, runtime: AttentionRuntime
+) -> list[NodeCall]:
+    """One entry an active node of the rank, root first."""
+    return [
+        NodeCall(
+            part=part,
+            samples=batch.samples[part.node],
+            group=runtime.groups.group(part.node),
+            kernel=runtime.kernel,
+            mask=mask,
+        )
+        for part in batch.layout.slices
+    ]
+
+
 class _NestedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -88,18 +105,10 @@ class _NestedAttention(torch.autograd.Function):
     ) -> Tensor:
         out_THD = torch.zeros_like(q_THD)
         passes = {}
-        for part in batch.layout.slices:
-            rows = part.buffer_slice
-            passes[part.node] = UlyssesForward(
-                part,
-                batch.samples[part.node],
-                runtime.groups.group(part.node),
-                runtime.kernel,
-                mask,
-                q_THD[rows],
-                k_TKD[rows],
-                v_TKD[rows],
-                out_THD[rows],
+        for call in _node_calls(batch, mask, runtime):
+            rows = call.part.buffer_slice
+            passes[call.part.node] = UlyssesForward(
+                call, q_THD[rows], k_TKD[rows], v_TKD[rows], out_THD[rows]
             )
         play(batch.steps(Pass.FWD), passes, runtime.queue)
         saved = [tensor for work in passes.values() for tensor in work.saved]
@@ -119,14 +128,10 @@ class _NestedAttention(torch.autograd.Function):
         )
         saved, per_node = ctx.saved_tensors, 5
         passes = {}
-        for place, part in enumerate(batch.layout.slices):
-            rows = part.buffer_slice
-            passes[part.node] = UlyssesBackward(
-                part,
-                batch.samples[part.node],
-                runtime.groups.group(part.node),
-                runtime.kernel,
-                mask,
+        for place, call in enumerate(_node_calls(batch, mask, runtime)):
+            rows = call.part.buffer_slice
+            passes[call.part.node] = UlyssesBackward(
+                call,
                 saved[place * per_node : (place + 1) * per_node],
                 dout_THD[rows],
                 (grads[0][rows], grads[1][rows], grads[2][rows]),

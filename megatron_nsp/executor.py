@@ -196,10 +196,10 @@ def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: Communic
             else:
                 epilogues.append((step, queue.issue(work.epilogue())))
         except Exception as error:
-            raise NodeError(step, work.part, error) from error
+            raise NodeError(step, work.call.part, error) from error
     for step, pending in epilogues:
         work = passes[step.node]
         try:
             work.finish(pending.wait())
         except Exception as error:
-            raise NodeError(step, work.part, error) from error
+            raise NodeError(step, work.call.part, error) from error

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_nsp.kernels.base import AttentionKernel, AttentionMask, SampleBounds
 from megatron_nsp.layout import NodeSlice
 
 
@@ -32,14 +33,33 @@ class Exchange:
     group: dist.ProcessGroup | None
 
 
+@dataclass(frozen=True, eq=False)
+class NodeCall:
+    """What both passes of one attention call need to know of one node.
+
+    Attributes:
+        part: this rank's slice of the node.
+        samples: the bounds of the node's samples.
+        group: the node's group.
+        kernel: attention kernel.
+        mask: mask and scale.
+    """
+
+    part: NodeSlice
+    samples: SampleBounds
+    group: dist.ProcessGroup | None
+    kernel: AttentionKernel
+    mask: AttentionMask
+
+
 class NodePass(Protocol):
     """One node's work in one pass (forward or backward) of one attention call.
 
     Attributes:
-        part: the rank's slice of the node.
+        call: the node.
     """
 
-    part: NodeSlice
+    call: NodeCall
 
     def prologue(self) -> Exchange:
         """Packs what the compute phase needs from the other ranks. Does not communicate."""

@@ -10,12 +10,9 @@ key/value head; the gradients of the copies are summed where the head came from.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nsp.backends.base import Exchange
-from megatron_nsp.kernels.base import AttentionKernel, AttentionMask, SampleBounds
-from megatron_nsp.layout import NodeSlice
+from megatron_nsp.backends.base import Exchange, NodeCall
 
 
 def split_heads(x_THD: Tensor, degree: int) -> Tensor:
@@ -41,11 +38,7 @@ class UlyssesForward:
     """Forward of one node; `saved` afterwards holds what backward needs.
 
     Args:
-        part: this rank's slice of the node.
-        samples: the node's sample bounds.
-        group: the node's group.
-        kernel: attention kernel.
-        mask: mask and scale.
+        call: the node.
         q_THD: this rank's queries of the node.
         k_TKD: this rank's keys.
         v_TKD: this rank's values.
@@ -53,45 +46,35 @@ class UlyssesForward:
     """
 
     def __init__(
-        self,
-        part: NodeSlice,
-        samples: SampleBounds,
-        group: dist.ProcessGroup | None,
-        kernel: AttentionKernel,
-        mask: AttentionMask,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        out_THD: Tensor,
+        self, call: NodeCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor
     ) -> None:
         """Communicates nothing."""
-        self.part, self.samples, self.group = part, samples, group
-        self.kernel, self.mask = kernel, mask
+        self.call = call
         self.qkv = (q_THD, k_TKD, v_TKD)
         self.out_THD = out_THD
         self.saved: tuple[Tensor, ...] = ()
 
     def prologue(self) -> Exchange:
         """Sends to each rank the heads it attends with."""
-        degree = self.part.degree
+        degree = self.call.part.degree
         per_rank = [split_heads(x, degree) for x in self.qkv]
         self.head_counts = [x.shape[2] for x in per_rank]
         send = torch.cat(per_rank, dim=2).flatten(0, 1)  # [d*T, h+2n, D]
-        return _tokens_to_heads(send, self.part, self.group)
+        return _tokens_to_heads(send, self.call)
 
     def compute(self, received: Tensor) -> None:
         """Attends to the whole stream with this rank's heads; `received` is `[S, h+2n, D]`."""
         q, k, v = (x.contiguous() for x in received.split(self.head_counts, dim=1))
-        out, lse = self.kernel.forward(q, k, v, self.samples, self.mask)
+        out, lse = self.call.kernel.forward(q, k, v, self.call.samples, self.call.mask)
         self.saved = (q, k, v, out, lse)
 
     def epilogue(self) -> Exchange:
         """Sends to each rank the output of its tokens."""
-        return _heads_to_tokens(self.saved[3], self.part, self.group)
+        return _heads_to_tokens(self.saved[3], self.call)
 
     def finish(self, received: Tensor) -> None:
         """Writes the output of this rank's tokens; `received` is `[d*T, h, D]`."""
-        per_rank = received.unflatten(0, (self.part.degree, -1))
+        per_rank = received.unflatten(0, (self.call.part.degree, -1))
         self.out_THD.copy_(join_heads(per_rank, self.out_THD.shape[1]))
 
 
@@ -99,11 +82,7 @@ class UlyssesBackward:
     """Backward of one node.
 
     Args:
-        part: this rank's slice of the node.
-        samples: the node's sample bounds.
-        group: the node's group.
-        kernel: attention kernel.
-        mask: mask and scale.
+        call: the node.
         saved: `UlyssesForward.saved`.
         dout_THD: this rank's gradient of the output.
         grads: this rank's rows of dq `[T, H, D]`, dk and dv `[T, K, D]`, written by `finish`.
@@ -111,48 +90,45 @@ class UlyssesBackward:
 
     def __init__(
         self,
-        part: NodeSlice,
-        samples: SampleBounds,
-        group: dist.ProcessGroup | None,
-        kernel: AttentionKernel,
-        mask: AttentionMask,
+        call: NodeCall,
         saved: tuple[Tensor, ...],
         dout_THD: Tensor,
         grads: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Communicates nothing."""
-        self.part, self.samples, self.group = part, samples, group
-        self.kernel, self.mask = kernel, mask
+        self.call = call
         self.saved, self.dout_THD, self.grads = saved, dout_THD, grads
 
     def prologue(self) -> Exchange:
         """Sends to each rank the output gradient of its heads."""
-        send = split_heads(self.dout_THD, self.part.degree).flatten(0, 1)  # [d*T, h, D]
-        return _tokens_to_heads(send, self.part, self.group)
+        send = split_heads(self.dout_THD, self.call.part.degree).flatten(0, 1)  # [d*T, h, D]
+        return _tokens_to_heads(send, self.call)
 
     def compute(self, received: Tensor) -> None:
         """Runs the kernel's backward on the whole stream; `received` is `[S, h, D]`."""
         q, k, v, out, lse = self.saved
-        dqkv = self.kernel.backward(received, q, k, v, out, lse, self.samples, self.mask)
+        dqkv = self.call.kernel.backward(
+            received, q, k, v, out, lse, self.call.samples, self.call.mask
+        )
         self.head_counts = [x.shape[1] for x in dqkv]
         self.dqkv = torch.cat(dqkv, dim=1)  # [S, h+2n, D]
 
     def epilogue(self) -> Exchange:
         """Sends to each rank the gradients of its tokens."""
-        return _heads_to_tokens(self.dqkv, self.part, self.group)
+        return _heads_to_tokens(self.dqkv, self.call)
 
     def finish(self, received: Tensor) -> None:
         """Writes dq, dk and dv of this rank's tokens; `received` is `[d*T, h+2n, D]`."""
-        per_rank = received.unflatten(0, (self.part.degree, -1)).split(self.head_counts, dim=2)
+        per_rank = received.unflatten(0, (self.call.part.degree, -1)).split(self.head_counts, dim=2)
         for grad, parts in zip(self.grads, per_rank, strict=True):
             grad.copy_(join_heads(parts, grad.shape[1]))
 
 
-def _tokens_to_heads(send: Tensor, part: NodeSlice, group: dist.ProcessGroup | None) -> Exchange:
-    own_rows = (part.num_tokens,) * part.degree
-    return Exchange(send.contiguous(), own_rows, part.rank_tokens, group)
+def _tokens_to_heads(send: Tensor, call: NodeCall) -> Exchange:
+    own_rows = (call.part.num_tokens,) * call.part.degree
+    return Exchange(send.contiguous(), own_rows, call.part.rank_tokens, call.group)
 
 
-def _heads_to_tokens(send: Tensor, part: NodeSlice, group: dist.ProcessGroup | None) -> Exchange:
-    own_rows = (part.num_tokens,) * part.degree
-    return Exchange(send.contiguous(), part.rank_tokens, own_rows, group)
+def _heads_to_tokens(send: Tensor, call: NodeCall) -> Exchange:
+    own_rows = (call.part.num_tokens,) * call.part.degree
+    return Exchange(send.contiguous(), call.part.rank_tokens, own_rows, call.group)
