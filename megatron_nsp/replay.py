@@ -31,6 +31,16 @@ class PlanRecorder:
             file.write(plan.to_json() + "\n")
 
 
+def _read(path: str, number: int, line: str) -> Plan:
+    try:
+        return Plan.from_json(line)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--nsp-policy file:{path}: line {number} is not a plan: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 class PlanReplay:
     """Hands out the plans of a file, in order.
 
@@ -51,7 +61,7 @@ class PlanReplay:
         if not Path(path).is_file():
             raise ValueError(f"--nsp-policy file:{path}: there is no such file")
         lines = Path(path).read_text().splitlines()
-        self._plans = [Plan.from_json(line) for line in lines if line.strip()]
+        self._plans = [_read(path, number, line) for number, line in enumerate(lines, 1) if line]
         for number, plan in enumerate(self._plans):
             for what, recorded, job in (
                 ("the tree", plan.tree, tree),

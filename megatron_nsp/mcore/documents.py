@@ -34,7 +34,7 @@ class Documents:
                     raise ValueError(f"--data-path {prefix}: there is no file {path}")
             if os.path.getsize(prefix + ".bin") == 0:  # cannot be memory-mapped
                 raise ValueError(f"--data-path {prefix} holds no document to train on: 0 tokens")
-        self._datasets = [IndexedDataset(prefix, mmap=True) for prefix in prefixes]
+        self._datasets = [_open(prefix) for prefix in prefixes]
         # For each dataset [documents + 1]: the first sequence of each document.
         self._bounds = [np.asarray(data.document_indices, np.int64) for data in self._datasets]
         per_dataset = map(_lengths, self._datasets, self._bounds)
@@ -55,6 +55,16 @@ class Documents:
                 parts.append(data.get(sequence, offset=low, length=high - low))
             offset += length
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def _open(prefix: str) -> IndexedDataset:
+    try:
+        return IndexedDataset(prefix, mmap=True)
+    except (AssertionError, ValueError) as error:  # Megatron asserts what it reads
+        raise ValueError(
+            f"--data-path {prefix}: {prefix}.idx is not the index of a Megatron IndexedDataset "
+            f"({error})"
+        ) from error
 
 
 def _lengths(data: IndexedDataset, bounds: IntArray) -> IntArray:

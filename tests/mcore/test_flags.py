@@ -57,6 +57,8 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_documents(folder / "docs", [512, 5, 7], seed=0)
     write_documents(folder / "long", [600, 700], seed=0)
     write_documents(folder / "empty", [], seed=0)
+    (folder / "broken.bin").write_bytes(b"abc")
+    (folder / "broken.idx").write_bytes(b"no index")
     return folder / "docs"
 
 
@@ -75,6 +77,16 @@ def test_bad_flags_give_one_line(monkeypatch: pytest.MonkeyPatch, prefix: Path, 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("line", ['{"nodes": []}', "no json", "[]"])
+def test_a_file_that_holds_no_plan(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path, line: str
+) -> None:
+    plans = prefix.with_name("plans.jsonl")
+    plans.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"plans\.jsonl: line 1 is not a plan"):
+        parse(monkeypatch, [*MODEL, "--data-path", str(prefix), "--nsp-policy", f"file:{plans}"])
+
+
 def test_missing_per_token_loss(monkeypatch: pytest.MonkeyPatch, prefix: Path) -> None:
     flags = [flag for flag in MODEL if flag != "--calculate-per-token-loss"]
     with pytest.raises(ValueError, match="--calculate-per-token-loss is required"):
@@ -88,6 +100,7 @@ def test_missing_per_token_loss(monkeypatch: pytest.MonkeyPatch, prefix: Path) -
         ("long", "--data-path holds no document to train on: 2 documents, none with 1 to 512"),
         ("nowhere", "there is no file .*nowhere.bin"),
         ("0.3", "prefixes without weights, got 0.3"),
+        ("broken", "broken.idx is not the index of a Megatron IndexedDataset"),
     ],
 )
 def test_bad_data(monkeypatch: pytest.MonkeyPatch, prefix: Path, name: str, message: str) -> None:

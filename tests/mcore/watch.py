@@ -17,6 +17,7 @@ STEPS: list[dict[str, Any]] = []
 TOKENS: list[tuple[int, int, float]] = []
 LOG = CollectiveLog()
 ROTARY_GROUPS: list[Any] = []
+PADDING: list[int | None] = []
 
 
 def global_name(name: str) -> str:
@@ -54,9 +55,11 @@ def watch_optimizer(with_grads: bool) -> None:
                     "records": list(LOG.records),
                     "groups": groups_of_modules(models),
                     "rotary": list(ROTARY_GROUPS),
+                    "padding": list(PADDING),
                 }
             )
             TOKENS.clear()
+            PADDING.clear()
             LOG.clear()
             return step(*a, **k)
 
@@ -105,6 +108,14 @@ def route_to_one_expert() -> None:
         return logits + lift
 
     TopKRouter.gating = biased
+    forward = TopKRouter.forward
+
+    def watched(self: TopKRouter, *args: Any, **kwargs: Any) -> Any:
+        masks = [*args[1:2], *(kwargs[key] for key in ("padding_mask",) if key in kwargs)]
+        PADDING.append(int(masks[0].sum()) if masks and masks[0] is not None else None)
+        return forward(self, *args, **kwargs)
+
+    TopKRouter.forward = watched
 
 
 def mask_targets(before: int) -> None:
