@@ -1,0 +1,67 @@
+"""The independent reference: Megatron alone, one whole document at a time, in double precision.
+
+    python -m tests.mcore.plain OUT FLAGS OF MEGATRON
+
+Nothing of the product takes part but CPU mode: Megatron's own layer spec, DotProductAttention and
+rotary embedding, tokens straight from the .bin file, labels shifted here. Writes OUT: every token's
+loss by document and position, and every parameter's gradient of the mean loss over all targets.
+"""
+
+import sys
+from itertools import pairwise
+from typing import Any
+
+from megatron_nsp.mcore.cpu import enable_cpu_mode, set_cpu_defaults
+
+enable_cpu_mode(float64=True)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from megatron.core.datasets import utils as dataset_utils  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.training.argument_utils import gpt_config_from_args  # noqa: E402
+from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from megatron.training.checkpointing import load_checkpoint  # noqa: E402
+from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.training.models.gpt import GPTModelBuilder  # noqa: E402
+
+
+def defaults(parser: Any) -> Any:
+    """CPU mode's settings, and the prefix and lengths of the documents."""
+    set_cpu_defaults(parser)
+    parser.set_defaults(attention_dropout=0.0, micro_batch_size=1, eval_interval=1)
+    parser.add_argument("--documents", required=True)
+    parser.add_argument("--lengths", required=True)
+    parser.add_argument("--nsp-cpu", action="store_true")
+    return parser
+
+
+def main() -> None:
+    """Runs all documents through the model once."""
+    out = sys.argv.pop(1)
+    args = parse_and_validate_args(defaults)
+    dataset_utils.compile_helpers = lambda *_: None  # the wheel cannot build them
+    initialize_megatron()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = GPTModelBuilder(gpt_config_from_args(args)).build_model(groups)
+    load_checkpoint([model], None, None)
+    tokens = torch.from_numpy(np.fromfile(f"{args.documents}.bin", np.uint8).astype(np.int64))
+    lengths = [int(length) for length in args.lengths.split(",")]
+    total, losses = torch.zeros(()), {}
+    for document, (start, stop) in enumerate(pairwise(np.cumsum([0, *lengths]).tolist())):
+        own = tokens[start:stop]
+        if len(own) < 2:
+            continue
+        inputs, targets = own[:-1], own[1:]  # the last token predicts nothing
+        size = len(inputs)
+        hidden = torch.ones(1, 1, size, size, dtype=torch.bool).triu(1)
+        rows = model(inputs[None], torch.arange(size)[None], hidden, labels=targets[None])[0]
+        losses |= {(document, place): float(rows[place]) for place in range(size)}
+        total = total + rows.sum()
+    (total / len(losses)).backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.save({"losses": losses, "grads": grads}, out)
+
+
+if __name__ == "__main__":
+    main()
