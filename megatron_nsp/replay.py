@@ -14,19 +14,30 @@ from megatron_nsp.tree import SPTree
 
 
 class PlanRecorder:
-    """Appends plans to a file.
+    """Writes the plans of a run to a file, one line a step.
+
+    A run that resumes keeps the lines of the steps before it and replaces those after.
 
     Args:
-        path: the file, emptied first.
+        path: the file; its folder must exist.
+
+    Raises:
+        ValueError: there is no such folder.
     """
 
     def __init__(self, path: str) -> None:
-        """Empties the file."""
+        """Touches nothing before the first plan."""
         self._path = Path(path)
-        self._path.write_text("")
+        if not self._path.parent.is_dir():
+            raise ValueError(f"--nsp-record-plans {path}: there is no folder {self._path.parent}")
+        self._is_started = False
 
-    def write(self, plan: Plan) -> None:
-        """Appends one plan."""
+    def write(self, number: int, plan: Plan) -> None:
+        """Writes the plan of step `number`, counted from 0."""
+        if not self._is_started:
+            before = self._path.read_text().splitlines()[:number] if self._path.is_file() else []
+            self._path.write_text("".join(line + "\n" for line in before))
+            self._is_started = True
         with self._path.open("a") as file:
             file.write(plan.to_json() + "\n")
 

@@ -34,6 +34,8 @@ def check_policy(config: NSPConfig, tree: SPTree, num_micro_batches: int) -> Non
     """
     if config.policy.startswith(REPLAY_PREFIX):
         path = config.policy.removeprefix(REPLAY_PREFIX)
+        if config.record_plans and os.path.realpath(config.record_plans) == os.path.realpath(path):
+            raise ValueError(f"{flag('record_plans')} {path} would overwrite the plans it replays")
         PlanReplay(path, tree, num_micro_batches, config.token_budget)
     elif config.policy not in policy_names(tree):
         raise ValueError(
@@ -173,4 +175,4 @@ class Job:
         if int(os.environ.get("RANK", "0")) == self.args.world_size - 1:
             print(step_line(step), flush=True)
         if self.recorder is not None:
-            self.recorder.write(step.plan)
+            self.recorder.write(step.number, step.plan)

@@ -25,7 +25,7 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron_nsp.attention import AttentionRuntime
 from megatron_nsp.executor import NodeError, build_queue
 from megatron_nsp.kernels import choose_kernel
-from megatron_nsp.mcore import megatron_fixes, parallel_state
+from megatron_nsp.mcore import megatron_fixes, parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
 from megatron_nsp.mcore.cpu import check_cpu_args, set_cpu_defaults
 from megatron_nsp.mcore.data import NestedDataIterator
@@ -35,6 +35,9 @@ from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import gpt_config
 from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.step_planner import PlannedStep
+
+REFUSAL_WAIT_S = 10.0
+"""How long a rank that refuses lets rank 0 speak first."""
 
 
 def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -108,6 +111,7 @@ class Trainer:
         job = Job.from_args(args, config_from_args(args))
         megatron_fixes.apply()
         parallel_state.configure(job.tree)
+        resume.check_on_load(args, job)
         return cls(args, job)
 
     def datasets(
@@ -208,12 +212,15 @@ def refuse(error: ValueError) -> NoReturn:
     """Says from rank 0 what cannot be used, and exits with 2.
 
     A launcher ends the whole job as soon as one rank exits, so the others leave rank 0 the time to
-    say it; its own exit then ends them.
+    say it; its own exit then ends them. What rank 0 does not see (a file missing on another node)
+    they say themselves.
     """
     if os.environ.get("RANK", "0") == "0":
         print(f"pretrain_nsp.py: error: {error}", file=sys.stderr, flush=True)
     else:
-        time.sleep(10)
+        time.sleep(REFUSAL_WAIT_S)  # still here: rank 0 saw nothing wrong, this rank alone did
+        rank = os.environ["RANK"]
+        print(f"pretrain_nsp.py: error on rank {rank}: {error}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -229,6 +236,7 @@ def main() -> None:
         refuse(error)
     megatron_fixes.apply()
     parallel_state.install(job.tree)
+    resume.check_on_load(args, job)
     trainer = Trainer(args, job)
     config = pretrain_cfg_container_from_args(args, model)
     try:

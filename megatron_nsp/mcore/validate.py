@@ -167,6 +167,11 @@ def check_moe(args: argparse.Namespace) -> None:
                 f"--moe-router-load-balancing-type {name} cannot be used: it would route by the "
                 "tokens of one rank"
             )
+    if args.moe_router_enable_expert_bias:
+        raise ValueError(
+            "--moe-router-enable-expert-bias cannot be used: Megatron 0.19 counts tokens wrongly "
+            "where filler tokens are masked from the router"
+        )
     if args.moe_expert_capacity_factor is not None:
         raise ValueError(
             f"--moe-expert-capacity-factor must not be set, got {args.moe_expert_capacity_factor}:"

@@ -31,6 +31,8 @@ BAD = {
     "--nsp-profile nowhere": "nowhere",
     "--num-experts 4 --moe-aux-loss-coeff 0.01": "--moe-aux-loss-coeff must be 0, got",
     "--num-experts 4 --moe-router-load-balancing-type sinkhorn": "sinkhorn cannot be used",
+    "--num-experts 4 --moe-router-enable-expert-bias": "--moe-router-enable-expert-bias cannot be",
+    "--nsp-record-plans /no/such/plans": "--nsp-record-plans /no/such/plans: there is no folder",
     "--num-experts 4 --moe-expert-capacity-factor 1.0": "--moe-expert-capacity-factor must not be",
     "--num-experts 4 --moe-token-dispatcher-type allgather": "must be alltoall or flex, got",
     "--micro-batch-size 2": "--micro-batch-size must be 1, got 2",
@@ -66,7 +68,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     """Parses a command line of a six-rank job."""
     monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", *flags])
     monkeypatch.setenv("WORLD_SIZE", "6")
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", "0")
     parse_job()
 
 
@@ -75,6 +77,43 @@ def test_bad_flags_give_one_line(monkeypatch: pytest.MonkeyPatch, prefix: Path, 
     with pytest.raises(ValueError, match=BAD[flags]) as caught:
         parse(monkeypatch, [*MODEL, "--data-path", str(prefix), *flags.split()])
     assert "\n" not in str(caught.value)
+
+
+def test_a_replayed_file_is_never_recorded_over(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path
+) -> None:
+    plans = prefix.with_name("kept.jsonl")
+    plans.write_text("\n")
+    flags = ["--nsp-policy", f"file:{plans}", "--nsp-record-plans", f"{plans.parent}/./kept.jsonl"]
+    with pytest.raises(ValueError, match="would overwrite the plans it replays"):
+        parse(monkeypatch, [*MODEL, "--data-path", str(prefix), *flags])
+    assert plans.read_text() == "\n"
+
+
+@pytest.mark.parametrize(("late", "bad"), [("0", "01"), ("", "1")])
+def test_some_rank_says_what_is_wrong(tmp_path: Path, prefix: Path, late: str, bad: str) -> None:
+    """Rank 0 slow to speak; and data that only another rank misses."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from megatron_nsp.mcore.cpu import enable_cpu_mode\n"
+        "enable_cpu_mode()\n"
+        "from megatron_nsp.mcore import pretrain\n"
+        f"if os.environ['RANK'] in {bad!r}: sys.argv += ['--data-path', 'not_mounted']\n"
+        f"if os.environ['RANK'] in {late!r}: time.sleep(3)\n"
+        "pretrain.main()\n".replace("in ''", "in ()")
+    )
+    done = subprocess.run(
+        command(2, script, *MODEL, "--data-path", str(prefix)),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode
+    said = [line for line in done.stderr.splitlines() if "--data-path not_mounted" in line]
+    speaker = "error: " if late else "error on rank 1: "
+    assert len(said) == 1 and said[0].startswith(f"pretrain_nsp.py: {speaker}"), said
 
 
 @pytest.mark.parametrize("line", ['{"nodes": []}', "no json", "[]"])

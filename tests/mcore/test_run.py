@@ -41,6 +41,30 @@ def test_a_resumed_run_goes_on_where_it_stopped(
         assert documents_of(second, step) == documents_of(whole, step + 2)
 
 
+def test_resuming_on_other_data_is_refused_and_a_record_goes_on(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    plans = tmp_path / "plans.jsonl"
+    flags += ["--train-iters", "4", "--nsp-record-plans", str(plans)]
+    save = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "2", "--exit-interval", "2"]
+    train(2, tmp_path / "whole", *flags)
+    whole = plans.read_text()
+    plans.unlink()
+    train(2, tmp_path / "first", *flags, *save)
+    load = ["--load", str(tmp_path / "checkpoint")]
+    train(2, tmp_path / "second", *flags, *load)
+    assert plans.read_text() == whole and whole.count("\n") == 4
+    write_documents(tmp_path / "other", LENGTHS[1:], seed=3)
+    for change, message in (
+        (["--seed", "9"], "made with --seed 7, this run has 9"),
+        (["--nsp-batch-tokens", "100"], "made with --nsp-batch-tokens 300, this run has 100"),
+        (["--data-path", str(tmp_path / "other")], "made with --data-path 60 documents"),
+        (["--nsp-token-budget", "400"], "made with --"),
+    ):
+        run = train(2, tmp_path / "refused", *flags, *load, *change, check=False)
+        assert run.returncode and message in run.output, (change, run.output[-2000:])
+
+
 def test_samples_over_the_budget_are_carried_and_none_is_lost(
     tmp_path: Path, flags: list[str]
 ) -> None:
