@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from megatron_nsp.tree import SPTree
 
 OVER_LONG_POLICIES = ("filter", "error")
+MOST_TOKENS = 2**31 - 1
+"""Positions and sequence boundaries are 32-bit numbers in every attention kernel."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class NSPConfig:
         """
         for name in ("batch_tokens", "max_length", "token_budget", "max_degree"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag(name)} must be at least 1, got {value}")
+            if value is not None and not 1 <= value <= MOST_TOKENS:
+                limit = "at least 1" if value < 1 else f"at most {MOST_TOKENS}"
+                raise ValueError(f"{flag(name)} must be {limit}, got {value}")
         if self.plan_ahead < 0:
             raise ValueError(f"{flag('plan_ahead')} must be at least 0, got {self.plan_ahead}")
         if self.over_long not in OVER_LONG_POLICIES:

@@ -50,9 +50,17 @@ class Plan:
     token_budget: int | None = None
 
     def __post_init__(self) -> None:
-        """Makes the arrays read-only copies, so that a plan can be shared and hashed."""
+        """Makes the arrays read-only copies, so that a plan can be shared and hashed.
+
+        The node of a carried sample says nothing: it is set to the first leaf.
+        """
         for name in ("lengths", "depth", "index", "micro_batch"):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
+        if len(self.depth) == len(self.index) == len(self.micro_batch):
+            is_carried = self.micro_batch == CARRIED
+            leaf = self.tree.num_depths - 1
+            object.__setattr__(self, "depth", _frozen(np.where(is_carried, leaf, self.depth)))
+            object.__setattr__(self, "index", _frozen(np.where(is_carried, 0, self.index)))
 
     @classmethod
     def from_nodes(
@@ -84,12 +92,12 @@ class Plan:
     def followed_by(self, lengths: npt.ArrayLike) -> "Plan":
         """The plan of a longer batch, whose further samples are all carried."""
         more = _frozen(lengths)
-        leaf = np.full(len(more), self.tree.num_depths - 1)
+        no_node = np.zeros(len(more), dtype=np.int64)
         return Plan(
             tree=self.tree,
             lengths=np.concatenate([self.lengths, more]),
-            depth=np.concatenate([self.depth, leaf]),
-            index=np.concatenate([self.index, np.zeros(len(more), dtype=np.int64)]),
+            depth=np.concatenate([self.depth, no_node]),
+            index=np.concatenate([self.index, no_node]),
             micro_batch=np.concatenate([self.micro_batch, np.full(len(more), CARRIED)]),
             num_micro_batches=self.num_micro_batches,
             token_budget=self.token_budget,

@@ -83,6 +83,11 @@ class PlanReplay:
                         f"--nsp-policy file:{path}: plan {number} has {what} {recorded}, "
                         f"the job {job}"
                     )
+            if plan.num_samples and len(plan.carried) == plan.num_samples:
+                raise ValueError(
+                    f"--nsp-policy file:{path}: plan {number} runs none of its {plan.num_samples} "
+                    "samples"
+                )
             load = max((int(plan.token_load(m).max()) for m in range(num_micro_batches)), default=0)
             if token_budget is not None and load > token_budget:
                 raise ValueError(

@@ -19,8 +19,10 @@ _BAR_WIDTH = 40
 _MOST_NODE_ROWS = 40
 _NUM_CALLS = 2
 """The first call pays for imports and caches; the second is what a training step would see."""
-_BATCH_LEVEL_FLAGS = ("ranks", "batch_tokens", "max_len", "token_budget")
+_BATCH_LEVEL_FLAGS = ("batch_tokens", "max_len", "token_budget")
 _MODEL_FLAGS = ("heads", "kv_heads", "head_dim", "hidden", "layers")
+_MOST = {"ranks": 65536, "max_degree": 65536, **dict.fromkeys(_MODEL_FLAGS, 2**24)}
+_MOST |= dict.fromkeys(_BATCH_LEVEL_FLAGS, 2**40)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: one line naming the flag and both numbers.
     """
-    for name in (*_BATCH_LEVEL_FLAGS, *_MODEL_FLAGS):
+    for name, most in _MOST.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and not 1 <= value <= most:
+            limit = "at least 1" if value < 1 else f"at most {most}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {limit}, got {value}")
     if args.seed < 0:
         raise ValueError(f"--seed must be at least 0, got {args.seed}")
     if args.heads % args.kv_heads:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 
 from megatron_nsp.config import is_admissible
 from megatron_nsp.plan import Plan
@@ -32,6 +33,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
+# Destination -> the least and the most that a run on this machine can mean.
+_RANGES = {
+    "ranks": (1, 64),
+    "heads": (1, 4096),
+    "kv_heads": (1, 4096),
+    "head_dim": (1, 4096),
+    "seed": (0, 2**63 - 1),
+    "timeout": (1, 86400),
+}
+_MOST_TOKENS = 2**20
+"""The oracle computes every sample whole, in double precision."""
+
+FAILED = 3
+"""Exit status when a rank fails or does not answer, so that nothing was compared."""
+
+
+def _check_ranges(args: argparse.Namespace) -> None:
+    for name, (least, most) in _RANGES.items():
+        value = getattr(args, name)
+        if not least <= value <= most:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} must be {least} to {most}, got {value}")
+
+
 def _integers(text: str, flag: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -58,11 +83,13 @@ def forced_plan(args: argparse.Namespace) -> Plan:
         nodes.append(tree.node(int(degree), int(index)))
     if len(nodes) != len(lengths):
         raise ValueError(f"--nodes names {len(nodes)} nodes for {len(lengths)} --lengths")
+    if sum(lengths) > _MOST_TOKENS:
+        raise ValueError(f"--lengths holds {sum(lengths)} tokens, {_MOST_TOKENS} at most")
     return Plan.from_nodes(tree, lengths, nodes)
 
 
 def _check_heads(args: argparse.Namespace, plan: Plan) -> None:
-    if args.heads < 1 or args.kv_heads < 1 or args.heads % args.kv_heads:
+    if args.heads % args.kv_heads:
         raise ValueError(f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}")
     for node in plan.active_nodes():
         degree = plan.tree.degree(node)
@@ -74,15 +101,17 @@ def _check_heads(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the check; 0 when errors and traffic are right, 1 when not.
+    """Runs the check; 0 when errors and traffic are right, 1 when not, 3 when a rank failed.
 
     Raises:
         ValueError: the flags do not describe a plan.
     """
     if args.kv_heads is None:
         args.kv_heads = args.heads
+    _check_ranges(args)
     plan = forced_plan(args)
     _check_heads(args, plan)
+    from megatron_nsp.testing.ranks import RankError
     from megatron_nsp.testing.verify import TOLERANCE, AttentionCase, check_cases
 
     case = AttentionCase(
@@ -94,7 +123,13 @@ def run(args: argparse.Namespace) -> int:
         overlap=not args.no_overlap,
         seed=args.seed,
     )
-    result = check_cases([case], timeout_s=args.timeout)[0]
+    try:
+        result = check_cases([case], timeout_s=args.timeout)[0]
+    except RankError as error:
+        # Which rank, and the last line of its traceback: what happened.
+        lines = str(error).strip().splitlines()
+        print("megatron-nsp verify:", *dict.fromkeys((lines[0], lines[-1])), file=sys.stderr)
+        return FAILED
     tolerance = TOLERANCE[args.dtype]
     is_right = result.is_right(tolerance)
     report = {

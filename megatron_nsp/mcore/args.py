@@ -22,7 +22,10 @@ def field_docs() -> dict[str, str]:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes whole numbers with commas, got {text}") from None
 
 
 def add_nsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -17,24 +17,25 @@ class Documents:
 
     Args:
         prefixes: paths without the .bin/.idx ending.
+        flag: the flag that gave them, for errors.
 
     Raises:
-        ValueError: a dataset does not exist, or a number is where a path should be.
+        ValueError: a dataset does not exist or is damaged, or a number is where a path should be.
     """
 
-    def __init__(self, prefixes: Sequence[str]) -> None:
+    def __init__(self, prefixes: Sequence[str], flag: str = "--data-path") -> None:
         """Opens the datasets memory-mapped and reads their indices."""
         if not prefixes:
-            raise ValueError("--data-path is required: the prefix of a .bin and .idx file")
+            raise ValueError(f"{flag} is required: the prefix of a .bin and .idx file")
         for prefix in prefixes:
             if prefix.replace(".", "", 1).isdigit():
-                raise ValueError(f"--data-path takes prefixes without weights, got {prefix}")
+                raise ValueError(f"{flag} takes prefixes without weights, got {prefix}")
             for path in (prefix + ".bin", prefix + ".idx"):
                 if not os.path.isfile(path):
-                    raise ValueError(f"--data-path {prefix}: there is no file {path}")
+                    raise ValueError(f"{flag} {prefix}: there is no file {path}")
             if os.path.getsize(prefix + ".bin") == 0:  # cannot be memory-mapped
-                raise ValueError(f"--data-path {prefix} holds no document to train on: 0 tokens")
-        self._datasets = [_open(prefix) for prefix in prefixes]
+                raise ValueError(f"{flag} {prefix} holds no document to train on: 0 tokens")
+        self._datasets = [_open(prefix, flag) for prefix in prefixes]
         # For each dataset [documents + 1]: the first sequence of each document.
         self._bounds = [np.asarray(data.document_indices, np.int64) for data in self._datasets]
         per_dataset = map(_lengths, self._datasets, self._bounds)
@@ -57,14 +58,27 @@ class Documents:
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def _open(prefix: str) -> IndexedDataset:
+def _open(prefix: str, flag: str) -> IndexedDataset:
     try:
-        return IndexedDataset(prefix, mmap=True)
+        data = IndexedDataset(prefix, mmap=True)
     except (AssertionError, ValueError) as error:  # Megatron asserts what it reads
         raise ValueError(
-            f"--data-path {prefix}: {prefix}.idx is not the index of a Megatron IndexedDataset "
-            f"({error})"
+            f"{flag} {prefix}: {prefix}.idx is not the index of a Megatron IndexedDataset ({error})"
         ) from error
+    bounds = np.asarray(data.document_indices, np.int64)
+    num_sequences = len(data.sequence_lengths)
+    if len(bounds) < 1 or (np.diff(bounds, prepend=0, append=num_sequences) < 0).any():
+        raise ValueError(
+            f"{flag} {prefix}: documents of {prefix}.idx reach outside its {num_sequences} "
+            "sequences"
+        )
+    needed = int(data.sequence_lengths.sum(dtype=np.int64)) * data.index.dtype_size
+    present = os.path.getsize(prefix + ".bin")
+    if present < needed:
+        raise ValueError(
+            f"{flag} {prefix}: {prefix}.bin is cut short: {present} bytes, {needed} expected"
+        )
+    return data
 
 
 def _lengths(data: IndexedDataset, bounds: IntArray) -> IntArray:

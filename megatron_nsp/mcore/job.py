@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,7 @@ class Job:
         max_length: longest sample to train on, in tokens.
         row_multiple: buffers are filled to a multiple of this many rows.
         documents: the training documents.
+        valid_documents: the evaluation documents, if the run evaluates.
         profile: the planner's cost profile.
         recorder: where rank 0 records plans, if anywhere.
     """
@@ -67,6 +69,7 @@ class Job:
     max_length: int
     row_multiple: int
     documents: Documents
+    valid_documents: Documents | None
     profile: Profile
     recorder: PlanRecorder | None
 
@@ -78,6 +81,7 @@ class Job:
             ValueError: a flag cannot be used; one line that names it.
         """
         config.validate()
+        validate.check_ranges(args)
         tree = validate.job_tree(args, config)
         num_micro_batches = validate.check_loop(args, tree.num_ranks)
         validate.check_attention(args)
@@ -85,8 +89,20 @@ class Job:
         if args.seq_length is None and config.max_length is None:
             raise ValueError("--seq-length is required: the longest sample to train on, in tokens")
         max_length = config.max_length or args.seq_length
-        documents = Documents(args.train_data_path or args.data_path or ())
-        validate.check_lengths(config, documents, max_length, tree)
+        validate.check_positions(args, max_length)
+
+        def open_documents(data_flag: str, prefixes: Sequence[str] | None) -> Documents:
+            documents = Documents(prefixes or (), data_flag)
+            validate.check_lengths(config, documents, max_length, tree, data_flag)
+            return documents
+
+        if args.train_data_path:
+            documents = open_documents("--train-data-path", args.train_data_path)
+        else:
+            documents = open_documents("--data-path", args.data_path)
+        valid_documents = None
+        if args.eval_iters:
+            valid_documents = open_documents("--valid-data-path", args.valid_data_path)
         check_policy(config, tree, num_micro_batches)
         choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
         is_recorder = os.environ.get("RANK", "0") == "0"
@@ -98,6 +114,7 @@ class Job:
             max_length=max_length,
             row_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
             documents=documents,
+            valid_documents=valid_documents,
             profile=load_profile(config.profile or ("cpu-gloo" if config.cpu else "h100-ib")),
             recorder=(
                 PlanRecorder(config.record_plans) if config.record_plans and is_recorder else None
@@ -111,7 +128,8 @@ class Job:
 
     def valid_planner(self) -> tuple[StepPlanner, Documents]:
         """The planner of the evaluation steps, and its documents."""
-        documents = Documents(self.args.valid_data_path)
+        documents = self.valid_documents
+        assert documents is not None, "no --valid-data-path was opened"
         return self._planner(documents, self._search_plans(), 0), documents
 
     def _planner(self, documents: Documents, plan_batch: PlanBatch, first_step: int) -> StepPlanner:

@@ -69,8 +69,19 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
         "global_batch_size": job.tree.num_ranks * job.num_micro_batches,
         "dataloader_type": "external",
     }
-    args = parse_and_validate_args(add_args, args_defaults=defaults)
+    try:
+        args = parse_and_validate_args(add_args, args_defaults=defaults)
+    except AssertionError as error:  # how Megatron refuses flags
+        raise ValueError(_one_line(error)) from error
     return args, dataclasses.replace(job, args=args)
+
+
+def _one_line(error: BaseException) -> str:
+    """An error's text in one line; an assertion often has none, then its place says more."""
+    if text := str(error).strip():
+        return " ".join(text.split())
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"at {place.filename}:{place.lineno}: {place.line}"
 
 
 class Trainer:
@@ -201,11 +212,7 @@ class Trainer:
         if isinstance(error, NodeError) and self.step is not None:
             documents = self.step.batch.documents[error.samples].tolist()
             where.append(f"documents {documents[:8]}{'...' if len(documents) > 8 else ''}")
-        # An assertion often has no text: its place says more.
-        what = str(error) or "at {0.filename}:{0.lineno}".format(
-            traceback.extract_tb(error.__traceback__)[-1]
-        )
-        return f"nsp: {', '.join(where)}: {type(error).__name__}: {what}"
+        return f"nsp: {', '.join(where)}: {type(error).__name__}: {_one_line(error)}"
 
 
 def refuse(error: ValueError) -> NoReturn:

@@ -54,6 +54,35 @@ def heads_per_rank(args: argparse.Namespace) -> tuple[int, int]:
     return heads // tp, max(1, kv_heads // tp)
 
 
+_DEFAULT_SPLIT = "969, 30, 1"
+"""What Megatron's validation fills in for --split, where it runs before ours."""
+
+# Parser destinations that must be at least 1 where they are given.
+_POSITIVE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_query_groups",
+    "global_batch_size",
+    "seed",
+    "num_layers",
+    "hidden_size",
+    "seq_length",
+    "num_experts",
+)
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Checks numbers that later checks divide by.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    for name in _POSITIVE:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
 def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
     """Checks the loss and batch flags; returns the number of micro-batches of a step.
 
@@ -79,11 +108,24 @@ def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
         )
     if args.rampup_batch_size is not None:
         raise ValueError("--rampup-batch-size cannot be used: the passes of a step are fixed")
-    if args.eval_iters and not args.valid_data_path:
+    if args.eval_iters and not (args.valid_data_path and args.train_data_path):
         raise ValueError(
             f"--eval-iters {args.eval_iters} needs --valid-data-path, and --train-data-path in "
             "place of --data-path"
         )
+    if args.train_samples is not None:
+        raise ValueError(
+            f"--train-samples {args.train_samples} cannot be used: steps hold different numbers of "
+            "samples; give --train-iters"
+        )
+    for name in ("split", "test_data_path", "data_args_path", "per_split_data_args_path"):
+        if getattr(args, name) not in (None, _DEFAULT_SPLIT):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} cannot be used: whole documents "
+                "come from --data-path, or from --train-data-path and --valid-data-path"
+            )
+    if args.mock_data:
+        raise ValueError("--mock-data cannot be used: documents come from --data-path")
     if args.dataloader_type not in (None, "external"):
         raise ValueError(f"--dataloader-type must be external, got {args.dataloader_type}")
     args.dataloader_type = "external"
@@ -190,8 +232,30 @@ def check_moe(args: argparse.Namespace) -> None:
         )
 
 
-def check_lengths(config: NSPConfig, documents: Documents, max_length: int, tree: SPTree) -> None:
-    """Checks the documents against the longest length and the token budget.
+def check_positions(args: argparse.Namespace, max_length: int) -> None:
+    """Checks that learned positions reach as far as the longest sample.
+
+    Raises:
+        ValueError: names both flags and their values.
+    """
+    positions = args.max_position_embeddings
+    if args.position_embedding_type != "learned_absolute" or positions is None:
+        return
+    if max_length > positions:
+        raise ValueError(
+            f"--max-position-embeddings {positions} does not reach the longest sample of "
+            f"{max_length} tokens that {flag('max_length')} or --seq-length allows"
+        )
+
+
+def check_lengths(
+    config: NSPConfig,
+    documents: Documents,
+    max_length: int,
+    tree: SPTree,
+    data_flag: str = "--data-path",
+) -> None:
+    """Checks the documents of `data_flag` against the longest length and the token budget.
 
     Raises:
         ValueError: names the document, its length and the limit.
@@ -201,13 +265,13 @@ def check_lengths(config: NSPConfig, documents: Documents, max_length: int, tree
     if config.over_long == "error" and len(over_long):
         first = int(over_long[0])
         raise ValueError(
-            f"document {first} has {lengths[first]} tokens, over {flag('max_length')} "
-            f"{max_length}; {len(over_long)} of {len(lengths)} documents are"
+            f"document {first} of {data_flag} has {lengths[first]} tokens, over "
+            f"{flag('max_length')} {max_length}; {len(over_long)} of {len(lengths)} documents are"
         )
     usable = lengths[(lengths > 0) & (lengths <= max_length)]
     if not len(usable):
         raise ValueError(
-            f"--data-path holds no document to train on: {len(lengths)} documents, none with 1 to "
+            f"{data_flag} holds no document to train on: {len(lengths)} documents, none with 1 to "
             f"{max_length} tokens"
         )
     longest = int(usable.max())
@@ -215,7 +279,8 @@ def check_lengths(config: NSPConfig, documents: Documents, max_length: int, tree
     if config.token_budget is not None and needed > config.token_budget:
         raise ValueError(
             f"{flag('token_budget')} {config.token_budget} is too small: the longest sample of "
-            f"{longest} tokens puts {needed} on a rank at the largest degree {tree.max_degree}"
+            f"{data_flag}, {longest} tokens, puts {needed} on a rank at the largest degree "
+            f"{tree.max_degree}"
         )
 
 

@@ -102,8 +102,20 @@ def load_lengths(source: str) -> LengthTable | IntArray:
     """
     if source in table_names():
         return load_table(source)
+    lengths = _read(source)
+    for place in np.flatnonzero(lengths < 0)[:1].tolist():
+        raise ValueError(f"--lengths {source}: length {place} is negative: {lengths[place]}")
+    return lengths
+
+
+def _read(source: str) -> IntArray:
     if re.fullmatch(r"\s*-?\d+(\s*,\s*-?\d+)*\s*,?\s*", source):
-        return np.array([int(part) for part in source.split(",") if part.strip()], dtype=np.int64)
+        words = [word for word in source.split(",") if word.strip()]
+        try:
+            return np.array([int(word) for word in words], dtype=np.int64)
+        except OverflowError as error:
+            largest = max(words, key=lambda word: abs(int(word)))
+            raise ValueError(f"--lengths has {largest} tokens, too many to count") from error
     path = Path(source)
     readers = {".txt": _read_text, ".npy": _read_numpy, ".npz": _read_numpy, ".idx": _read_index}
     if path.suffix not in readers:
@@ -121,7 +133,7 @@ def _read_text(path: Path) -> IntArray:
     try:
         words = path.read_text(encoding="utf-8").replace(",", " ").split()
         return np.array([int(word) for word in words], dtype=np.int64)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{path} holds something other than lengths: {error}") from error
 
 
@@ -161,6 +173,10 @@ def _read_index(path: Path) -> IntArray:
         )
     sequences = np.frombuffer(data, dtype="<i4", count=num_sequences, offset=start)
     bounds = np.frombuffer(data, dtype="<i8", count=num_bounds, offset=bounds_start)
+    if (np.diff(bounds, prepend=0, append=num_sequences) < 0).any():
+        raise ValueError(
+            f"{path} is damaged: documents reach outside its {num_sequences} sequences"
+        )
     ends = np.concatenate([[0], np.cumsum(sequences, dtype=np.int64)])
     lengths: IntArray = np.diff(ends[bounds])
     return lengths
@@ -169,8 +185,12 @@ def _read_index(path: Path) -> IntArray:
 def _whole_numbers(array: np.ndarray) -> IntArray:
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise ValueError(f"one row of numbers needed, got {array.dtype} of shape {array.shape}")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError("some of them are NaN or infinite")
+    if len(array) and max(abs(float(array.max())), abs(float(array.min()))) >= 2.0**63:
+        raise ValueError("some are too many tokens to count")
     lengths = array.astype(np.int64)
-    if array.dtype.kind == "f" and not np.array_equal(lengths, array):
+    if not np.array_equal(lengths, array):
         raise ValueError("not all of them are whole numbers")
     return lengths
 

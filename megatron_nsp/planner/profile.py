@@ -5,6 +5,7 @@ Every profile says whether it was measured or estimated, where its numbers come 
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
@@ -18,6 +19,9 @@ _POSITIVE = (
     "inter_bytes_per_s",
     "ranks_per_host",
 )
+
+
+_OPTIONAL = {"bias_us", "all_to_all_bytes_per_s"}
 
 
 @dataclass(frozen=True)
@@ -58,21 +62,19 @@ class Profile:
         Raises:
             ValueError: one line naming the field and its number.
         """
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"profile {self.name}: {name} must be positive, got {getattr(self, name)}"
-                )
-        for name in ("latency_us", "bias_us"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"profile {self.name}: {name} must be at least 0, got {getattr(self, name)}"
-                )
+        for name in (*_POSITIVE, "latency_us", "bias_us"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+            is_positive = value > 0 if name in _POSITIVE else value >= 0
+            if not (is_positive and math.isfinite(value)):
+                sign = "positive" if name in _POSITIVE else "at least 0"
+                raise ValueError(f"{name} must be {sign} and finite, got {value}")
         for degree, rate in self.all_to_all_bytes_per_s.items():
-            if not (degree > 1 and rate > 0):
+            if not (degree > 1 and rate > 0 and math.isfinite(rate)):
                 raise ValueError(
-                    f"profile {self.name}: all_to_all_bytes_per_s has {rate} at degree {degree}; "
-                    "degrees start at 2 and rates are positive"
+                    f"all_to_all_bytes_per_s has {rate} at degree {degree}; "
+                    "degrees start at 2, rates are positive and finite"
                 )
 
     def all_to_all_rate_bytes_per_s(self, degree: int) -> float:
@@ -110,11 +112,15 @@ class Profile:
             raise ValueError(f"a profile has no field {', '.join(unknown)}")
         values = dict(data)
         table = values.get("all_to_all_bytes_per_s", {})
-        values["all_to_all_bytes_per_s"] = {int(d): float(rate) for d, rate in table.items()}
         try:
-            return cls(**values)
-        except TypeError as error:
-            raise ValueError(f"not a profile: {error}") from error
+            values["all_to_all_bytes_per_s"] = {int(d): float(rate) for d, rate in table.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"all_to_all_bytes_per_s must map degrees to rates, got {table!r}"
+            ) from error
+        if missing := sorted(known - _OPTIONAL - set(data)):
+            raise ValueError(f"a profile needs the field {', '.join(missing)}")
+        return cls(**values)
 
 
 def built_in_profiles() -> tuple[str, ...]:
@@ -152,4 +158,7 @@ def load_profile(name_or_path: str) -> Profile:
         raise ValueError(f"profile {name_or_path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"profile {name_or_path} must be a JSON object")
-    return Profile.from_dict(data)
+    try:
+        return Profile.from_dict(data)
+    except ValueError as error:
+        raise ValueError(f"profile {name_or_path}: {error}") from error

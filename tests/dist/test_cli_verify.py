@@ -46,7 +46,14 @@ def test_errors_above_the_tolerance_exit_one(
         ("--heads 6", "degree 4 cannot split --heads 6 and --kv-heads 2 evenly"),
         ("--heads 7", "--heads 7 is no multiple of --kv-heads 2"),
         ("--degrees 1,3", "degree 3 does not divide the 4 ranks"),
-        ("--ranks 0", "the number of ranks must be at least 1, got 0"),
+        ("--ranks 0", "--ranks must be 1 to 64, got 0"),
+        ("--ranks 100000", "--ranks must be 1 to 64, got 100000"),
+        ("--head-dim 0", "--head-dim must be 1 to 4096, got 0"),
+        ("--kv-heads -1", "--kv-heads must be 1 to 4096, got -1"),
+        ("--timeout 0", "--timeout must be 1 to 86400, got 0"),
+        ("--timeout nan", "--timeout must be 1 to 86400, got nan"),
+        ("--seed 99999999999999999999", "--seed must be 0 to 9223372036854775807, got 999"),
+        ("--lengths 99999999999999999999,1,1", "tokens, 1048576 at most"),
     ],
 )
 def test_flags_that_describe_no_plan_exit_two_with_one_line(
@@ -55,3 +62,17 @@ def test_flags_that_describe_no_plan_exit_two_with_one_line(
     assert main([*FORCED.split(), *change.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron-nsp verify: error: ") and message in line
+
+
+def test_a_rank_that_fails_exits_three_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("made up for the test")
+
+    monkeypatch.setattr(verify, "nested_attention", fail)
+    assert main([*FORCED.split(), "--head-dim", "8"]) == 3
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("megatron-nsp verify: rank ") and "MemoryError: made up" in line
+    assert printed.out == ""

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_nsp.mcore.pretrain import parse_job
+from megatron_nsp.plan import CARRIED, Plan
+from megatron_nsp.tree import Node, SPTree
 from tests.data_maker import write_documents
 from tests.mcore.launch import MODEL, ROOT, command, environment
 
@@ -17,10 +19,12 @@ BAD = {
     "--nsp-degrees 1,3": "--nsp-degrees: degree 3 cannot split 8 query and 2 key/value heads",
     "--nsp-degrees 1,2 --nsp-max-degree 2": "--nsp-max-degree 2 must not be given",
     "--context-parallel-size 2": "--context-parallel-size must be 1",
-    "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of 512 token"
-    "s puts 256 on a rank at the largest degree 2",
+    "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of --data-pa"
+    "th, 512 tokens, puts 256 on a rank at the largest degree 2",
     "--nsp-token-budget 0": "--nsp-token-budget must be at least 1, got 0",
     "--nsp-batch-tokens -5": "--nsp-batch-tokens must be at least 1, got -5",
+    "--nsp-batch-tokens 100000000000000000000": "--nsp-batch-tokens must be at most 2147483647, go",
+    "--nsp-token-budget 3000000000": "--nsp-token-budget must be at most 2147483647, got 3",
     "--nsp-plan-ahead -1": "--nsp-plan-ahead must be at least 0, got -1",
     "--nsp-over-long drop": "--nsp-over-long must be one of filter, error, got drop",
     "--nsp-max-length 400 --nsp-over-long error": "512 tokens, over --nsp-max-length 400; 1 of",
@@ -48,6 +52,19 @@ BAD = {
     "--mtp-num-layers 1": "--mtp-num-layers is not supported yet, got 1",
     "--softmax-type learnable": "--softmax-type must be vanilla, got learnable",
     "--num-experts 4 --sequence-parallel --pipeline-model-parallel-size 2": "later stages would",
+    "--eval-iters 2 --valid-data-path x": "--eval-iters 2 needs .* and --train-data-path in place",
+    "--num-query-groups 0": "--num-query-groups must be at least 1, got 0",
+    "--tensor-model-parallel-size 0": "--tensor-model-parallel-size must be at least 1, got 0",
+    "--pipeline-model-parallel-size -2": "pipeline-model-parallel-size must be at least 1, got -2",
+    "--global-batch-size 0": "--global-batch-size must be at least 1, got 0",
+    "--seed 0": "--seed must be at least 1, got 0",
+    "--max-position-embeddings 100": "512|seq_length|max_position_embeddings",
+    "--position-embedding-type learned_absolute --nsp-max-length 1024": "--max-position-embedding"
+    "s 512 does not reach the longest sample of 1024 tokens",
+    "--split 99,1,0": "--split 99,1,0 cannot be used",
+    "--test-data-path x": "--test-data-path .* cannot be used",
+    "--mock-data": "--mock-data cannot be used",
+    "--train-samples 100": "--train-samples 100 cannot be used",
     "--dataloader-type cyclic": "--dataloader-type must be external, got cyclic",
 }
 
@@ -61,6 +78,15 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_documents(folder / "empty", [], seed=0)
     (folder / "broken.bin").write_bytes(b"abc")
     (folder / "broken.idx").write_bytes(b"no index")
+    write_documents(folder / "short", [512, 5, 7], seed=0)
+    with (folder / "short.bin").open("r+b") as data:
+        data.truncate(100)
+    write_documents(folder / "outside", [512, 5, 7], seed=0)
+    index = (folder / "outside.idx").read_bytes()
+    bound = len(index) - 16  # the last but one of 0, 1, 2, 3; Megatron looks at the last alone
+    (folder / "outside.idx").write_bytes(
+        index[:bound] + (9).to_bytes(8, "little") + index[bound + 8 :]
+    )
     return folder / "docs"
 
 
@@ -126,6 +152,33 @@ def test_a_file_that_holds_no_plan(
         parse(monkeypatch, [*MODEL, "--data-path", str(prefix), "--nsp-policy", f"file:{plans}"])
 
 
+def test_evaluation_documents_are_opened_and_checked_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path
+) -> None:
+    flags = [*MODEL, "--train-data-path", str(prefix), "--eval-iters", "1", "--valid-data-path"]
+    for name, message in (
+        ("nowhere", "--valid-data-path .*nowhere: there is no file"),
+        (
+            "long",
+            "--valid-data-path holds no document to train on: 2 documents, none with 1 to 512",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(monkeypatch, [*flags, str(prefix.parent / name)])
+    write_documents(prefix.with_name("fits"), [50, 60], seed=0)
+    flags[flags.index("--train-data-path") + 1] = str(prefix.with_name("fits"))
+    with pytest.raises(ValueError, match="longest sample of --valid-data-path, 512 tokens, puts"):
+        parse(monkeypatch, [*flags, str(prefix), "--nsp-token-budget", "100"])
+
+
+def test_a_plan_that_runs_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, prefix: Path) -> None:
+    plan = Plan.from_nodes(SPTree(6, (1, 2)), [5, 7], [Node(0, 0)] * 2, micro_batch=[CARRIED] * 2)
+    plans = prefix.with_name("idle.jsonl")
+    plans.write_text(plan.to_json() + "\n")
+    with pytest.raises(ValueError, match="plan 0 runs none of its 2 samples"):
+        parse(monkeypatch, [*MODEL, "--data-path", str(prefix), "--nsp-policy", f"file:{plans}"])
+
+
 def test_missing_per_token_loss(monkeypatch: pytest.MonkeyPatch, prefix: Path) -> None:
     flags = [flag for flag in MODEL if flag != "--calculate-per-token-loss"]
     with pytest.raises(ValueError, match="--calculate-per-token-loss is required"):
@@ -140,6 +193,8 @@ def test_missing_per_token_loss(monkeypatch: pytest.MonkeyPatch, prefix: Path) -
         ("nowhere", "there is no file .*nowhere.bin"),
         ("0.3", "prefixes without weights, got 0.3"),
         ("broken", "broken.idx is not the index of a Megatron IndexedDataset"),
+        ("short", "short.bin is cut short: 100 bytes, 524 expected"),
+        ("outside", "documents of .*outside.idx reach outside its 3 sequences"),
     ],
 )
 def test_bad_data(monkeypatch: pytest.MonkeyPatch, prefix: Path, name: str, message: str) -> None:

@@ -104,6 +104,14 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
         ),
         ("--lengths 99999999999 --ranks 8", "the longest of 99999999999 tokens, are too much work"),
         ("--lengths 3 --ranks 0", "--ranks must be at least 1, got 0"),
+        ("--lengths 3 --ranks 100000000", "--ranks must be at most 65536, got 100000000"),
+        ("--lengths 9,99999999999999999999 --ranks 2", "--lengths has 99999999999999999999 tokens"),
+        ("--lengths 9223372036854775807 --ranks 2", "are too much work to plan"),
+        ("--lengths=4,-5 --ranks 2", "--lengths 4,-5: length 1 is negative: -5"),
+        (
+            "--lengths 3 --ranks 2 --token-budget 9999999999999999999",
+            "--token-budget must be at most 1099511627776, got 9999999999999999999",
+        ),
         ("--lengths 3 --ranks 2 --seed -1", "--seed must be at least 0, got -1"),
         (
             "--lengths 1,2 --ranks 2 --batch-tokens 10",

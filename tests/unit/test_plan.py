@@ -99,3 +99,12 @@ def test_broken_plans_are_refused(
 def test_token_load_counts_what_layouts_hold() -> None:
     plan = Plan.from_nodes(SPTree(4, (1, 2, 4)), [7, 3], [Node(0, 0), Node(1, 1)])
     assert np.array_equal(plan.token_load(), [1, 2, 2 + 1, 2 + 2])
+
+
+def test_the_node_of_a_carried_sample_says_nothing() -> None:
+    tree = SPTree(4, (1, 2, 4))
+    plans = [
+        Plan.from_nodes(tree, [5, 7], [tree.node(4, 0), node], micro_batch=[0, CARRIED])
+        for node in (tree.node(4, 0), tree.node(1, 3))
+    ]
+    assert plans[0] == plans[1] == Plan.from_json(plans[0].to_json())

@@ -60,7 +60,7 @@ def test_draws_follow_the_seed_reach_the_tokens_and_count_what_they_leave_out() 
 
 
 def test_a_list_is_one_batch_or_drawn_without_replacement() -> None:
-    lengths = load_lengths("30, 10,20,0,-4,99")
+    lengths = load_lengths("30, 10,20,0,0,99")
     whole = draw_batch(lengths, None, 50, seed=0)
     assert whole.lengths.tolist() == [30, 10, 20]
     assert (whole.num_dropped, whole.num_over_long) == (2, 1)

@@ -42,25 +42,33 @@ def test_a_profile_from_a_file(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dense_flops_per_s": 0}, "dense_flops_per_s must be positive, got 0"),
+        ({"dense_flops_per_s": 0}, "dense_flops_per_s must be positive and finite, got 0"),
         ({"dense_flops_per_s": float("nan")}, "dense_flops_per_s must be positive"),
-        ({"latency_us": -1}, "latency_us must be at least 0, got -1"),
+        ({"latency_us": -1}, "latency_us must be at least 0 and finite, got -1"),
         ({"all_to_all_bytes_per_s": {"1": 5}}, "at degree 1"),
         ({"speed": 3}, "no field speed"),
-        ({"dense_flops_per_s": "fast"}, "not a profile"),
+        ({"dense_flops_per_s": "fast"}, "dense_flops_per_s must be a number, got 'fast'"),
+        ({"dense_flops_per_s": float("inf")}, "dense_flops_per_s must be positive and finite"),
+        ({"all_to_all_bytes_per_s": [1, 2]}, r"must map degrees to rates, got \[1, 2\]"),
+        ({"all_to_all_bytes_per_s": {"2": "x"}}, "must map degrees to rates"),
     ],
 )
 def test_impossible_profiles_are_refused(tmp_path, change: dict, message: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({**H100.to_dict(), **change}))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         load_profile(str(path))
+    assert str(path) in str(caught.value)
 
 
 def test_files_that_are_no_profiles(tmp_path) -> None:
     with pytest.raises(ValueError, match="neither a file nor one of cpu-gloo, h100-ib"):
         load_profile("h200")
-    for text, message in (("{", "is not JSON"), ("[]", "must be a JSON object"), ("{}", "missing")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "needs the field"),
+    ):
         path = tmp_path / "bad.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
