@@ -9,6 +9,7 @@ SUITES := tests/unit tests/dist tests/mcore tests/examples tests/patches
 export OMP_NUM_THREADS := 1
 
 TARGETS := demo test check format format-check lint types unit dist mcore examples patches bench
+TARGETS += extras
 .PHONY: setup clean $(TARGETS)
 
 setup:
@@ -42,6 +43,13 @@ lint:
 
 types:
 	.venv/bin/mypy
+
+# Asks the package index whether each extra installs together with megatron-core; installs nothing.
+extras:
+	for extra in dev viz te; do \
+	    $(PYTHON) -m pip install --dry-run --quiet ".[$$extra]" && echo "$$extra resolves" || exit 1; \
+	done
+	$(PYTHON) -m pip install --dry-run --quiet --no-build-isolation ".[flash]" && echo flash resolves
 
 bench:
 	$(PYTHON) benchmarks/run.py

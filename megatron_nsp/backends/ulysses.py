@@ -1,6 +1,6 @@
 """Ulysses: exchange tokens for heads, attend to whole samples, exchange back.
 
-Source: DeepSpeed-Ulysses (Jacobs et al., 2023), in the uneven form of DESIGN section 5: one
+Source: DeepSpeed-Ulysses (Jacobs et al., 2023), in an uneven form: one
 all-to-all for q, k and v together, one for the output, and the same in backward.
 
 Shapes: T this rank's tokens of the node, S tokens of the node's stream, H and K query and key/value

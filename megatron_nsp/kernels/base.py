@@ -105,6 +105,20 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def check_contiguous(*tensors: Tensor) -> None:
+    """Refuses strided tensors: kernels get the layout they were promised.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
+    """
+    for place, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"kernel input {place} of shape {tuple(tensor.shape)} has strides "
+                f"{tensor.stride()}, not contiguous"
+            )
+
+
 def check_heads(q_SHD: Tensor, k_SKD: Tensor) -> None:
     """Refuses head counts that do not share keys evenly; torch's CPU kernel would accept them.
 

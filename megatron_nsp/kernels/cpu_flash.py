@@ -8,7 +8,13 @@ right here because queries and keys of a sample have the same length.
 import torch
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionMask, SampleBounds, check_heads, lse_dtype
+from megatron_nsp.kernels.base import (
+    AttentionMask,
+    SampleBounds,
+    check_contiguous,
+    check_heads,
+    lse_dtype,
+)
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -33,6 +39,7 @@ class CpuFlashKernel:
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel.forward`."""
         check_heads(q_SHD, k_SKD)
+        check_contiguous(q_SHD, k_SKD, v_SKD)
         out_SHD = torch.empty_like(q_SHD)
         lse_HS = q_SHD.new_empty(q_SHD.shape[1], q_SHD.shape[0], dtype=lse_dtype(q_SHD.dtype))
         for rows in samples.slices:
@@ -60,6 +67,7 @@ class CpuFlashKernel:
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel.backward`."""
+        check_contiguous(dout_SHD, q_SHD, k_SKD, v_SKD, out_SHD)
         grads = torch.empty_like(q_SHD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
         for rows in samples.slices:
             parts = _backward(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionMask, SampleBounds, check_heads
+from megatron_nsp.kernels.base import AttentionMask, SampleBounds, check_contiguous, check_heads
 
 
 def _window(mask: AttentionMask) -> list[int]:
@@ -30,6 +30,7 @@ class CudaVarlenKernel:
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel.forward`."""
         check_heads(q_SHD, k_SKD)
+        check_contiguous(q_SHD, k_SKD, v_SKD)
         cu_seqlens = samples.cu_seqlens(q_SHD.device)
         out_SHD, lse_HS, _ = torch.ops.torch_attn._varlen_attn(
             q_SHD,
@@ -58,6 +59,7 @@ class CudaVarlenKernel:
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel.backward`."""
+        check_contiguous(dout_SHD, q_SHD, k_SKD, v_SKD, out_SHD)
         cu_seqlens = samples.cu_seqlens(q_SHD.device)
         # The operator takes the dropout state of forward; without dropout it is never read.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_SHD.device)

@@ -7,7 +7,13 @@ p = exp(s - lse): ds = p * (dout v^T - rowsum(dout * out)).
 import torch
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionMask, SampleBounds, check_heads, lse_dtype
+from megatron_nsp.kernels.base import (
+    AttentionMask,
+    SampleBounds,
+    check_contiguous,
+    check_heads,
+    lse_dtype,
+)
 
 
 def _scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
@@ -33,6 +39,7 @@ class ReferenceKernel:
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel.forward`."""
         check_heads(q_SHD, k_SKD)
+        check_contiguous(q_SHD, k_SKD, v_SKD)
         dtype, repeat = lse_dtype(q_SHD.dtype), q_SHD.shape[1] // k_SKD.shape[1]
         out_SHD = torch.empty_like(q_SHD)
         lse_HS = q_SHD.new_empty(q_SHD.shape[1], q_SHD.shape[0], dtype=dtype)
@@ -58,6 +65,7 @@ class ReferenceKernel:
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel.backward`."""
+        check_contiguous(dout_SHD, q_SHD, k_SKD, v_SKD, out_SHD)
         dtype, repeat = lse_HS.dtype, q_SHD.shape[1] // k_SKD.shape[1]
         dq_SHD, dk_SKD, dv_SKD = (torch.empty_like(x) for x in (q_SHD, k_SKD, v_SKD))
         for rows in samples.slices:

@@ -1,7 +1,8 @@
 """The iterator Megatron's loop draws from: one planned micro-batch after the other.
 
 Every rank runs the same StepPlanner and reads only the tokens of its own slices. Before the first
-collective of a step the ranks have compared the step's digest.
+collective of a step the ranks of the domain have compared the step's digest: the one collective
+that runs beside others, on Megatron's own data-parallel group.
 """
 
 from collections.abc import Callable, Iterator
@@ -115,18 +116,18 @@ class NestedDataIterator:
         # A step's digest is compared while the step before runs, so that no rank waits for it.
         ahead = self._plan_next()
         while True:
-            if isinstance(ahead, ValueError):
+            if isinstance(ahead, Exception):
                 raise ahead
             step, ahead = ahead.agreed_step(), self._plan_next()
             self._on_step(step)
             for micro_batch in range(step.plan.num_micro_batches):
                 yield self._load(step, micro_batch)
 
-    def _plan_next(self) -> "DigestComparison | ValueError":
+    def _plan_next(self) -> "DigestComparison | Exception":
         """The next step on its way; or why there is none, to be told when that step is due."""
         try:
             return DigestComparison(self._planner.next_step())
-        except ValueError as error:
+        except Exception as error:
             return error
 
     def _load(self, step: PlannedStep, micro_batch: int) -> MicroBatch:

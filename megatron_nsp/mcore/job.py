@@ -123,6 +123,8 @@ class Job:
 
     def train_planner(self, first_step: int) -> tuple[StepPlanner, Documents]:
         """The planner of the training steps from `first_step` on, and its documents."""
+        if first_step and os.environ.get("RANK", "0") == "0":
+            print(f"nsp: going over the {first_step} steps before this run again", flush=True)
         planner = self._planner(self.documents, self._plan_batch(), first_step)
         return planner, self.documents
 

@@ -209,6 +209,11 @@ def check_moe(args: argparse.Namespace) -> None:
                 f"--moe-router-load-balancing-type {name} cannot be used: it would route by the "
                 "tokens of one rank"
             )
+    if args.moe_input_jitter_eps is not None:
+        raise ValueError(
+            f"--moe-input-jitter-eps {args.moe_input_jitter_eps} cannot be used: the noise would "
+            "depend on which rank a token is on"
+        )
     if args.moe_router_enable_expert_bias:
         raise ValueError(
             "--moe-router-enable-expert-bias cannot be used: Megatron 0.19 counts tokens wrongly "

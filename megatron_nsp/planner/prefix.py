@@ -1,6 +1,6 @@
 """Packing the longest samples under a limit on every rank's load.
 
-The core of the search (DESIGN section 4). Longest first, a sample tries its degrees by increasing
+The core of the search. Longest first, a sample tries its degrees by increasing
 work (degree times time); at a degree it goes to the least loaded node, if that stays below the
 limit M, and otherwise tries the next degree. The least M for which all samples find a node is
 found by doubling steps, then halving them. What makes this strong: a sample moves up to a larger

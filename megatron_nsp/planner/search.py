@@ -1,4 +1,4 @@
-"""The search of one micro-batch (DESIGN section 4).
+"""The search of one micro-batch.
 
 1. Drafts: the longest samples are packed under the least limit (prefix.py), once by their time in
    both passes and once by that in the slower one. Besides, all samples take the cheapest degree

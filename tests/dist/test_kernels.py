@@ -89,3 +89,15 @@ def test_the_cuda_operators_still_have_the_schemas_we_call() -> None:
     assert names[:6] == ["grad_out", "query", "key", "value", "out", "lse"]
     assert names[6:12] == ["cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "rng_state"]
     assert {"scale", "window_size"} <= set(names)
+
+
+@pytest.mark.parametrize("kernel", [CpuFlashKernel(), ReferenceKernel()])
+def test_strided_inputs_are_refused(kernel: CpuFlashKernel | ReferenceKernel) -> None:
+    dout, q, k, v = inputs(4, torch.float64)
+    mask = AttentionMask(0.25)
+    strided = k.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match=r"kernel input 1 .* not contiguous"):
+        kernel.forward(q, strided, v, BOUNDS, mask)
+    out, lse = kernel.forward(q, k, v, BOUNDS, mask)
+    with pytest.raises(ValueError, match=r"kernel input 2 .* not contiguous"):
+        kernel.backward(dout, q, strided, v, out, lse, BOUNDS, mask)

@@ -36,6 +36,7 @@ BAD = {
     "--num-experts 4 --moe-aux-loss-coeff 0.01": "--moe-aux-loss-coeff must be 0, got",
     "--num-experts 4 --moe-router-load-balancing-type sinkhorn": "sinkhorn cannot be used",
     "--num-experts 4 --moe-router-enable-expert-bias": "--moe-router-enable-expert-bias cannot be",
+    "--num-experts 4 --moe-input-jitter-eps 0.1": "--moe-input-jitter-eps 0.1 cannot be used",
     "--nsp-record-plans /no/such/plans": "--nsp-record-plans /no/such/plans: there is no folder",
     "--num-experts 4 --moe-expert-capacity-factor 1.0": "--moe-expert-capacity-factor must not be",
     "--num-experts 4 --moe-token-dispatcher-type allgather": "must be alltoall or flex, got",

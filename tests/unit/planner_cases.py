@@ -15,7 +15,7 @@ SMALL = ModelShape.from_hidden(2, 64, 24, 24, 8, bytes_per_element=4)
 
 
 def cluster(num_ranks: int = 64, max_degree: int = 32) -> CostModel:
-    """The configuration of the issue: powers of two, h100-ib, 48 layers."""
+    """The usual configuration: powers of two, h100-ib, 48 layers."""
     return CostModel(load_profile("h100-ib"), LARGE, SPTree.powers_of_two(num_ranks, max_degree))
 
 
