@@ -104,13 +104,15 @@ def is_admissible(degree: int, num_heads: int, num_kv_heads: int) -> bool:
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
 
 
-def build_tree(config: NSPConfig, num_ranks: int, num_heads: int, num_kv_heads: int) -> SPTree:
+def build_tree(
+    config: NSPConfig, num_ranks: int, num_heads: int | None, num_kv_heads: int | None
+) -> SPTree:
     """The SP tree of a job.
 
     Args:
         config: the settings.
         num_ranks: ranks of the data-parallel domain.
-        num_heads: query heads on a tensor-parallel rank.
+        num_heads: query heads on a tensor-parallel rank; None = heads limit no degree.
         num_kv_heads: key/value heads on a tensor-parallel rank.
 
     Raises:
@@ -124,6 +126,8 @@ def build_tree(config: NSPConfig, num_ranks: int, num_heads: int, num_kv_heads: 
             tree = SPTree.powers_of_two(num_ranks, config.max_degree)
     except ValueError as error:
         raise ValueError(f"{flag(chosen)}: {error}") from error
+    if num_heads is None or num_kv_heads is None:
+        return tree
     admissible = tuple(d for d in tree.degrees if is_admissible(d, num_heads, num_kv_heads))
     if config.degrees is None and config.max_degree is None:
         return SPTree(num_ranks, admissible)

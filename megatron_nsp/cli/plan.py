@@ -7,60 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron_nsp.config import NSPConfig, build_tree
+from megatron_nsp.cli import setting
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, ModelShape, PlanResult, load_profile, plan_batch
+from megatron_nsp.planner import CostModel, PlanResult, plan_batch
 from megatron_nsp.planner.cost import BWD_ATTENTION_FACTOR, BWD_DENSE_FACTOR
-from megatron_nsp.planner.lengths import Batch, draw_batch, load_lengths, table_names
-from megatron_nsp.planner.profile import built_in_profiles
-from megatron_nsp.tree import SPTree
+from megatron_nsp.planner.lengths import Batch, draw_batch, load_lengths
 
 _BAR_WIDTH = 40
 _MOST_NODE_ROWS = 40
 _NUM_CALLS = 2
 """The first call pays for imports and caches; the second is what a training step would see."""
-_BATCH_LEVEL_FLAGS = ("batch_tokens", "max_len", "token_budget")
-_MODEL_FLAGS = ("heads", "kv_heads", "head_dim", "hidden", "layers")
-_MOST = {"ranks": 65536, "max_degree": 65536, **dict.fromkeys(_MODEL_FLAGS, 2**24)}
-_MOST |= dict.fromkeys(_BATCH_LEVEL_FLAGS, 2**40)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of the command."""
-    parser.add_argument(
-        "--lengths",
-        required=True,
-        metavar="FILE|NAME|a,b,c",
-        help="sample lengths in tokens: a .txt, .npy, .npz or .idx file, a list, or one of "
-        f"{', '.join(table_names())}",
-    )
-    parser.add_argument("--ranks", type=int, required=True, help="ranks of the domain")
-    parser.add_argument("--max-degree", type=int, help="largest degree of the chain 1, 2, 4, ...")
-    parser.add_argument("--degrees", metavar="1,3,6", help="the whole chain of degrees instead")
-    parser.add_argument(
-        "--batch-tokens",
-        type=int,
-        help="draw whole samples until this many tokens; without it the whole list is one batch",
-    )
-    parser.add_argument("--max-len", type=int, help="leave out samples of more tokens, counted")
-    parser.add_argument(
-        "--token-budget",
-        type=int,
-        help="most tokens a rank may hold in a micro-batch; as many micro-batches as that needs",
-    )
-    model = parser.add_argument_group("model, as one tensor-parallel rank sees it")
-    model.add_argument("--heads", type=int, default=32, help="query heads (%(default)s)")
-    model.add_argument("--kv-heads", type=int, default=4, help="key/value heads (%(default)s)")
-    model.add_argument("--head-dim", type=int, default=128, help="elements a head (%(default)s)")
-    model.add_argument("--hidden", type=int, default=2048, help="hidden width (%(default)s)")
-    model.add_argument("--layers", type=int, default=48, help="layers (%(default)s)")
-    parser.add_argument(
-        "--profile",
-        default="h100-ib",
-        metavar="NAME|FILE",
-        help=f"cost profile: {', '.join(built_in_profiles())} or a JSON file (%(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
+    setting.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the whole plan as JSON")
 
 
@@ -70,24 +31,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: one line naming the flag and both numbers.
     """
-    for name, most in _MOST.items():
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= most:
-            limit = "at least 1" if value < 1 else f"at most {most}"
-            raise ValueError(f"--{name.replace('_', '-')} must be {limit}, got {value}")
-    if args.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {args.seed}")
-    if args.heads % args.kv_heads:
-        raise ValueError(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
-    tree = _tree(args)
-    shape = ModelShape.from_hidden(
-        args.layers, args.hidden, args.heads, args.kv_heads, args.head_dim
-    )
-    cost = CostModel(load_profile(args.profile), shape, tree)
+    setting.check_ranges(args)
+    cost = setting.cost_model(args)
+    token_budget = setting.budget(args, cost.profile)
     source = load_lengths(args.lengths)
     batch = draw_batch(source, args.batch_tokens, args.max_len, args.seed)
     for _ in range(_NUM_CALLS):
-        result = _plan(batch, cost, args.token_budget)
+        result = _plan(batch, cost, token_budget)
     if args.json:
         print(json.dumps(report(result, cost, batch)))
     else:
@@ -103,23 +53,6 @@ def _plan(batch: Batch, cost: CostModel, token_budget: int | None) -> PlanResult
         )
     except ValueError as error:
         raise ValueError(str(error).replace("the token budget of", "--token-budget")) from error
-
-
-def _tree(args: argparse.Namespace) -> SPTree:
-    """The SP tree that the flags describe."""
-    degrees = None
-    if args.degrees is not None:
-        try:
-            degrees = tuple(int(word) for word in args.degrees.split(","))
-        except ValueError as error:
-            raise ValueError(f"--degrees takes whole numbers, got {args.degrees}") from error
-    config = NSPConfig(max_degree=args.max_degree, degrees=degrees)
-    try:
-        config.validate()
-        return build_tree(config, args.ranks, args.heads, args.kv_heads)
-    except ValueError as error:
-        # The training flags are called --nsp-max-degree, ours --max-degree.
-        raise ValueError(str(error).replace("--nsp-", "--")) from error
 
 
 def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from megatron.training.models.gpt import default_layer_spec
 
 from megatron_nsp.mcore.rope import use_positions
 from megatron_nsp.mcore.spec import nested_spec
-from megatron_nsp.mcore.validate import heads_per_rank
 from megatron_nsp.planner.cost import ModelShape
+from megatron_nsp.planner.models import Model
 
 
 def gpt_config(args: argparse.Namespace) -> Any:
@@ -23,31 +23,38 @@ def gpt_config(args: argparse.Namespace) -> Any:
     return config
 
 
-def model_shape(args: argparse.Namespace, bytes_per_element: int) -> ModelShape:
-    """What the planner needs to know of a model, as one tensor- and pipeline-parallel rank sees it.
+def model_of(args: argparse.Namespace) -> Model:
+    """The model that validated Megatron arguments describe."""
+    is_moe = bool(args.num_experts)
+    heads = args.num_attention_heads
+    return Model(
+        name="this model",
+        source="Megatron's arguments",
+        num_layers=args.num_layers,
+        hidden=args.hidden_size,
+        num_heads=heads,
+        num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
+        head_dim=args.kv_channels,
+        ffn_hidden=(args.moe_ffn_hidden_size if is_moe else None) or args.ffn_hidden_size,
+        vocab_size=args.padded_vocab_size,
+        num_experts=args.num_experts or 0,
+        top_k=args.moe_router_topk,
+        shared_width=(args.moe_shared_expert_intermediate_size or 0) if is_moe else 0,
+        is_gated=args.swiglu,
+        is_tied=not args.untie_embeddings_and_output_weights,
+    )
 
-    The width of an MLP is the one a token passes through: of a MoE layer the routed and shared
-    experts. A gated MLP has three matrices, another two.
+
+def model_shape(args: argparse.Namespace, bytes_per_element: int) -> ModelShape:
+    """What the planner needs to know of a model, as one rank sees it.
 
     Args:
         args: validated Megatron arguments.
         bytes_per_element: size of an element in an all-to-all.
     """
-    heads, kv_heads = heads_per_rank(args)
-    tp = args.tensor_model_parallel_size
-    ffn_hidden = args.ffn_hidden_size
-    if args.num_experts:
-        ffn_hidden = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
-        ffn_hidden += args.moe_shared_expert_intermediate_size or 0
-    num_matrices = 3 if args.swiglu else 2
-    projections = 2 * args.hidden_size * (2 * heads + 2 * kv_heads) * args.kv_channels
-    mlp = 2 * num_matrices * args.hidden_size * ffn_hidden // tp
-    return ModelShape(
-        num_layers=args.num_layers // args.pipeline_model_parallel_size,
-        hidden=args.hidden_size,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=args.kv_channels,
-        dense_flops_per_token=float(projections + mlp),
-        bytes_per_element=bytes_per_element,
+    return model_of(args).shape(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.expert_model_parallel_size,
+        bytes_per_element,
     )

@@ -6,7 +6,8 @@ of L tokens at degree d, H query and K key/value heads of D elements, Kd = max(K
     compute    2 L^2 H D / d flops forward (causal), 2.5 times that backward
     prologue   L/d (d-1) (H/d + 2 Kd) D elements sent forward (q, k, v), L/d (d-1) H/d D backward
     epilogue   (L - L/d) H/d D elements forward (the output), (L - L/d) (H/d + 2 Kd) D backward
-    dense      L/d tokens of projections and MLP, backward twice the forward
+    dense      L/d tokens of projections, MLP and output layer, backward twice the forward
+    experts    L/d tokens to their experts and back, the same backward
 
 All of them add up over the samples of a node, so a sample has one time per degree and pass. Times
 are for the whole model and spread a node's tokens evenly: the floors of the real slices move at
@@ -14,6 +15,9 @@ most one token a rank, and every member of a node must predict the same.
 
 An active node also costs each of its ranks a latency per layer, pass and phase: three phases, or
 only the compute phase at degree 1, where nothing is exchanged.
+
+A profile may hold one model's fitted times instead (`FittedModel`); then heads and flops play no
+part.
 """
 
 from collections.abc import Callable
@@ -23,7 +27,7 @@ import numpy as np
 
 from megatron_nsp.config import is_admissible
 from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.profile import Profile
+from megatron_nsp.planner.profile import ExchangeRate, FittedModel, Profile
 from megatron_nsp.planner.score import FloatArray, PlanScore, SampleTimes
 from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.tree import SPTree
@@ -47,6 +51,10 @@ class ModelShape:
         head_dim: elements of a head (D).
         dense_flops_per_token: forward flops of one layer's projections and MLP for one token.
         bytes_per_element: size of an element in an all-to-all.
+        output_flops_per_token: forward flops of the output layer for one token.
+        expert_bytes_per_token: bytes one layer sends to the experts and back for one token.
+        expert_degree: ranks of an expert-parallel group.
+        stride: GPUs from one rank of the domain to the next: the tensor-parallel size.
     """
 
     num_layers: int
@@ -56,6 +64,10 @@ class ModelShape:
     head_dim: int
     dense_flops_per_token: float
     bytes_per_element: int = 2
+    output_flops_per_token: float = 0.0
+    expert_bytes_per_token: float = 0.0
+    expert_degree: int = 1
+    stride: int = 1
 
     def __post_init__(self) -> None:
         """Refuses sizes no model has.
@@ -134,6 +146,10 @@ def ulysses_sent_bytes[Tokens: (int, float)](
     return (stream_tokens - rank_tokens) * (heads * head_bytes)
 
 
+def _share(fitted: FittedModel, pass_: Pass) -> float:
+    return fitted.fwd_share if pass_ is Pass.FWD else 1.0 - fitted.fwd_share
+
+
 SENT_BYTES: dict[str, Callable[[Pass, Phase, float, float, int, ModelShape], float]] = {
     "ulysses": ulysses_sent_bytes
 }
@@ -163,7 +179,7 @@ class CostModel:
         """Refuses trees that the backend cannot serve."""
         if self.backend not in SENT_BYTES:
             raise ValueError(f"no SP backend {self.backend}, only {', '.join(SENT_BYTES)}")
-        for degree in self.tree.degrees:
+        for degree in self.tree.degrees if self.profile.fitted is None else ():
             if not is_admissible(degree, self.shape.num_heads, self.shape.num_kv_heads):
                 raise ValueError(
                     f"degree {degree} cannot split {self.shape.num_heads} query and "
@@ -173,33 +189,59 @@ class CostModel:
     @property
     def node_latency_us(self) -> FloatArray:
         """`[K+1]` what an active node adds to each of its ranks in one pass, all layers."""
-        num_phases = np.array([1 if degree == 1 else len(Phase) for degree in self.tree.degrees])
-        return num_phases * (self.shape.num_layers * self.profile.latency_us)
+        exchange_us = [
+            2.0 * self._rate(degree).latency_us if degree > 1 else 0.0
+            for degree in self.tree.degrees
+        ]
+        return self.shape.num_layers * (self.profile.latency_us + np.array(exchange_us))
 
     def dense_us_per_token(self, pass_: Pass) -> float:
-        """Time of one token in the projections and MLPs of all layers."""
-        flops = self.shape.num_layers * self.shape.dense_flops_per_token
+        """Time of one token outside attention: projections, MLPs, experts, output layer."""
+        shape, fitted = self.shape, self.profile.fitted
+        if fitted is not None:
+            return _share(fitted, pass_) * fitted.linear_us
+        flops = shape.num_layers * shape.dense_flops_per_token + shape.output_flops_per_token
         factor = 1.0 if pass_ is Pass.FWD else BWD_DENSE_FACTOR
-        return factor * flops * 1e6 / self.profile.dense_flops_per_s
+        expert_us = 0.0
+        if shape.expert_degree > 1:
+            rate = self.profile.exchange_rate("experts", shape.expert_degree, shape.stride)
+            expert_us = shape.num_layers * shape.expert_bytes_per_token * 1e6 / rate.bytes_per_s
+        return factor * flops * 1e6 / self.profile.dense_flops_per_s + expert_us
 
     def compute_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
         """`[n, K+1]` attention kernel time of each sample at each degree, all layers."""
-        shape, degrees = self.shape, np.array(self.tree.degrees)
+        shape, fitted = self.shape, self.profile.fitted
+        degrees = np.array(self.tree.degrees, dtype=np.float64)
+        tokens = np.asarray(lengths, dtype=np.float64)[:, None]
+        if fitted is not None:
+            fitted_us = _share(fitted, pass_) * fitted.quadratic_us / degrees
+            return tokens * tokens * fitted_us
         factor = 1.0 if pass_ is Pass.FWD else BWD_ATTENTION_FACTOR
         flops_per_pair = factor * 2.0 * shape.num_heads * shape.head_dim * shape.num_layers
-        us_per_pair = flops_per_pair * 1e6 / self.profile.attention_flops_per_s / degrees
-        tokens = np.asarray(lengths, dtype=np.float64)[:, None]
-        return tokens * tokens * us_per_pair
+        rates = self.profile.attention_flops_per_s(lengths, pass_ is Pass.FWD)[:, None]
+        return tokens * tokens * (flops_per_pair * 1e6 / rates / degrees)
 
     def exchange_us_per_token(self, pass_: Pass, phase: Phase) -> FloatArray:
         """`[K+1]` all-to-all time one token of a node's stream adds to each of its ranks."""
-        sent_bytes = SENT_BYTES[self.backend]
         times = [0.0]
         for degree in self.tree.degrees[1:]:
-            layer_bytes = sent_bytes(pass_, phase, 1.0 / degree, 1.0, degree, self.shape)
-            rate = self.profile.all_to_all_rate_bytes_per_s(degree)
-            times.append(self.shape.num_layers * layer_bytes * 1e6 / rate)
+            sent = self._sent_bytes_per_token(pass_, phase, degree)
+            times.append(sent * 1e6 / self._rate(degree).bytes_per_s)
         return np.array(times)
+
+    def _sent_bytes_per_token(self, pass_: Pass, phase: Phase, degree: int) -> float:
+        """Bytes of all layers that one token of a node's stream adds to each of its ranks."""
+        fitted = self.profile.fitted
+        if fitted is not None:
+            is_exchange = phase is not Phase.COMPUTE
+            share = 0.5 * _share(fitted, pass_) if is_exchange else 0.0
+            return share * fitted.exchange_bytes_per_token / degree
+        sent_bytes = SENT_BYTES[self.backend]
+        layer_bytes = sent_bytes(pass_, phase, 1.0 / degree, 1.0, degree, self.shape)
+        return self.shape.num_layers * layer_bytes
+
+    def _rate(self, degree: int) -> ExchangeRate:
+        return self.profile.exchange_rate(self.backend, degree, self.shape.stride)
 
     def sample_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
         """`[n, K+1]` what each sample adds to every rank of its node: all phases and dense work."""

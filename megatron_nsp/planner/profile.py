@@ -1,27 +1,66 @@
 """What a machine can do, as numbers the planner works with.
 
-A profile is data: a built-in one in `data/profiles/`, or a JSON file that a measurement wrote.
-Every profile says whether it was measured or estimated, where its numbers come from, and when.
+A profile is data: a built-in one in `data/profiles/`, or a JSON file that `megatron-nsp profile`
+wrote. Every profile says whether it was measured or estimated, where its numbers come from, and
+when. Units are in the names of the fields.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_POSITIVE = (
-    "attention_flops_per_s",
-    "dense_flops_per_s",
-    "intra_bytes_per_s",
-    "inter_bytes_per_s",
-    "ranks_per_host",
-)
+import numpy as np
+
+from megatron_nsp.plan import IntArray
+from megatron_nsp.planner.score import FloatArray
 
 
-_OPTIONAL = {"bias_us", "all_to_all_bytes_per_s"}
+@dataclass(frozen=True)
+class AttentionRate:
+    """Throughput of the attention kernel of one rank, for samples of one length."""
+
+    fwd_flops_per_s: float
+    bwd_flops_per_s: float
+
+
+@dataclass(frozen=True)
+class ExchangeRate:
+    """What an exchange among the ranks of one degree does.
+
+    Attributes:
+        bytes_per_s: bytes one rank sends a second to the others.
+        latency_us: time of an exchange beyond its bytes.
+    """
+
+    bytes_per_s: float
+    latency_us: float
+
+
+@dataclass(frozen=True)
+class FittedModel:
+    """One model's times as somebody fitted them, in place of throughputs and flops.
+
+    A sample of L tokens at degree d takes (quadratic_us L^2 + linear_us L) / d, and its exchanges
+    exchange_bytes_per_token L / d bytes at the profile's rate for d. Both passes, all layers; heads
+    limit no degree.
+
+    Attributes:
+        quadratic_us: microseconds for each pair of tokens.
+        linear_us: microseconds for each token.
+        exchange_bytes_per_token: bytes of all exchanges for each token.
+        fwd_share: share of it all that is forward.
+        activation_bytes_per_token: activation memory.
+    """
+
+    quadratic_us: float
+    linear_us: float
+    exchange_bytes_per_token: float
+    fwd_share: float
+    activation_bytes_per_token: float
 
 
 @dataclass(frozen=True)
@@ -33,71 +72,72 @@ class Profile:
         is_estimate: True when the numbers were not measured on the machine they describe.
         provenance: where the numbers come from.
         date: when they were measured or written down, YYYY-MM-DD.
-        attention_flops_per_s: attention kernel throughput of one rank, forward and backward.
+        attention: by length in tokens; in between the rates are interpolated.
         dense_flops_per_s: throughput of one rank in projections and MLP.
-        intra_bytes_per_s: all-to-all bytes one rank sends a second inside a host.
+        intra_bytes_per_s: bytes one rank sends a second in an exchange inside a host.
         inter_bytes_per_s: bytes one rank sends a second to other hosts.
-        ranks_per_host: nodes of up to this many ranks stay inside one host.
+        ranks_per_host: GPUs of a host, or CPU ranks.
         latency_us: time of one phase of an active node beyond its work, per layer and pass.
         bias_us: time of a micro-batch beyond its work (parameter traffic, launches).
-        all_to_all_bytes_per_s: measured throughput by degree; it goes before the two tiers.
+        exchanges: by SP backend and degree, measured; goes before the two tiers above.
+        memory_bytes: memory of one rank; None = unknown.
+        fitted: times of one model, in place of attention and dense throughput.
+        residuals: relative error of each fit, root of the mean square, by what was fitted.
     """
 
     name: str
     is_estimate: bool
     provenance: str
     date: str
-    attention_flops_per_s: float
+    attention: Mapping[int, AttentionRate] = field(hash=False)
     dense_flops_per_s: float
     intra_bytes_per_s: float
     inter_bytes_per_s: float
     ranks_per_host: int
     latency_us: float
     bias_us: float = 0.0
-    all_to_all_bytes_per_s: Mapping[int, float] = field(default_factory=dict, hash=False)
+    exchanges: Mapping[str, Mapping[int, ExchangeRate]] = field(default_factory=dict, hash=False)
+    memory_bytes: float | None = None
+    fitted: FittedModel | None = None
+    residuals: Mapping[str, float] = field(default_factory=dict, hash=False)
 
-    def __post_init__(self) -> None:
-        """Refuses numbers that would divide by zero or turn time backwards.
+    def attention_flops_per_s(self, lengths: IntArray, is_fwd: bool) -> FloatArray:
+        """`[n]` kernel throughput for samples of these lengths; constant beyond the table."""
+        known = sorted(self.attention)
+        rates = [self.attention[length] for length in known]
+        values = [rate.fwd_flops_per_s if is_fwd else rate.bwd_flops_per_s for rate in rates]
+        return np.interp(np.asarray(lengths, dtype=np.float64), known, values)
 
-        Raises:
-            ValueError: one line naming the field and its number.
-        """
-        for name in (*_POSITIVE, "latency_us", "bias_us"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{name} must be a number, got {value!r}")
-            is_positive = value > 0 if name in _POSITIVE else value >= 0
-            if not (is_positive and math.isfinite(value)):
-                sign = "positive" if name in _POSITIVE else "at least 0"
-                raise ValueError(f"{name} must be {sign} and finite, got {value}")
-        for degree, rate in self.all_to_all_bytes_per_s.items():
-            if not (degree > 1 and rate > 0 and math.isfinite(rate)):
-                raise ValueError(
-                    f"all_to_all_bytes_per_s has {rate} at degree {degree}; "
-                    "degrees start at 2, rates are positive and finite"
-                )
+    def exchange_rate(self, backend: str, degree: int, stride: int = 1) -> ExchangeRate:
+        """What an exchange among the ranks of a node does, the part a rank keeps left out.
 
-    def all_to_all_rate_bytes_per_s(self, degree: int) -> float:
-        """Bytes one rank sends a second in an all-to-all over `degree` ranks, itself left out.
-
-        Above `ranks_per_host` (h) the ranks of other hosts get (d - h) / d of the data through the
-        slower network, so that the whole exchange runs at inter * d / (d - h).
+        Where the ranks of a node share hosts in equal parts of h, the (d - h) / d of the data that
+        leave the host run at the slower rate, so the whole exchange runs at inter * d / (d - h).
+        Where hosts cut a node unevenly, h is the smallest part any rank may find itself in: 1.
 
         Args:
+            backend: the SP backend.
             degree: ranks of the node, at least 2.
+            stride: GPUs from one rank of the node to the next (the tensor-parallel size).
         """
         assert degree > 1, f"{degree=} sends nothing"
-        if degree in self.all_to_all_bytes_per_s:
-            return float(self.all_to_all_bytes_per_s[degree])
-        if degree <= self.ranks_per_host:
-            return float(self.intra_bytes_per_s)
-        return self.inter_bytes_per_s * degree / (degree - self.ranks_per_host)
+        measured = self.exchanges.get(backend, {}).get(degree)
+        if measured is not None:
+            return measured
+        together = max(self.ranks_per_host // stride, 1)
+        if degree <= together and together % degree == 0:
+            return ExchangeRate(self.intra_bytes_per_s, self.latency_us)
+        beside = together if degree % together == 0 else 1
+        rate = self.inter_bytes_per_s * degree / (degree - beside)
+        return ExchangeRate(rate, self.latency_us)
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as JSON values."""
         data = asdict(self)
-        table = sorted(self.all_to_all_bytes_per_s.items())
-        data["all_to_all_bytes_per_s"] = {str(degree): rate for degree, rate in table}
+        data["attention"] = _keyed_by_text(self.attention)
+        data["exchanges"] = {
+            backend: _keyed_by_text(table) for backend, table in sorted(self.exchanges.items())
+        }
         return data
 
     @classmethod
@@ -105,22 +145,82 @@ class Profile:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: a field is missing, unknown, or holds an impossible number.
+            ValueError: a field is missing, unknown, or holds an impossible value; one line naming
+                it.
         """
-        known = {entry.name for entry in fields(cls)}
-        if unknown := sorted(set(data) - known):
-            raise ValueError(f"a profile has no field {', '.join(unknown)}")
-        values = dict(data)
-        table = values.get("all_to_all_bytes_per_s", {})
-        try:
-            values["all_to_all_bytes_per_s"] = {int(d): float(rate) for d, rate in table.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"all_to_all_bytes_per_s must map degrees to rates, got {table!r}"
-            ) from error
-        if missing := sorted(known - _OPTIONAL - set(data)):
-            raise ValueError(f"a profile needs the field {', '.join(missing)}")
+        values = dict(_checked("", data, cls))
+        values["attention"] = _table("attention", values["attention"], AttentionRate, least=1)
+        exchanges = _mapping("exchanges", values.get("exchanges", {}))
+        values["exchanges"] = {
+            backend: _table(f"exchanges.{backend}", table, ExchangeRate, least=2)
+            for backend, table in exchanges.items()
+        }
+        if values.get("fitted") is not None:
+            values["fitted"] = FittedModel(**_checked("fitted.", values["fitted"], FittedModel))
+        if not values["attention"]:
+            raise ValueError("attention must hold at least one length")
+        _mapping("residuals", values.get("residuals", {}))
         return cls(**values)
+
+
+_TEXTS = {"name", "provenance", "date"}
+_OTHER = {"is_estimate", "attention", "exchanges", "fitted", "residuals"}
+_MAY_BE_ZERO = {"latency_us", "bias_us", "quadratic_us", "linear_us", "exchange_bytes_per_token"}
+_MAY_BE_ZERO |= {"activation_bytes_per_token", "fwd_share"}
+
+
+def _checked(place: str, data: object, cls: type) -> Mapping[str, Any]:
+    """The data of one dataclass, with its names and numbers checked."""
+    known = {entry.name: entry for entry in fields(cls)}
+    checked = _mapping(place.rstrip(".") or "a profile", data)
+    if unknown := sorted(set(checked) - set(known)):
+        raise ValueError(f"there is no field {place}{', '.join(unknown)}")
+    required = [name for name, entry in known.items() if not _has_default(entry)]
+    if missing := [name for name in required if name not in checked]:
+        raise ValueError(f"the field {place}{', '.join(missing)} is missing")
+    for name, value in checked.items():
+        if name in _TEXTS and not isinstance(value, str):
+            raise ValueError(f"{place}{name} must be text, got {value!r}")
+        if name == "is_estimate" and not isinstance(value, bool):
+            raise ValueError(f"is_estimate must be true or false, got {value!r}")
+        if name not in _TEXTS | _OTHER and not (name == "memory_bytes" and value is None):
+            _check_number(place + name, value, may_be_zero=name in _MAY_BE_ZERO)
+    return checked
+
+
+def _has_default(entry: "Field[Any]") -> bool:
+    return entry.default is not entry.default_factory  # both MISSING where there is none
+
+
+def _check_number(place: str, value: object, may_be_zero: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{place} must be a number, got {value!r}")
+    is_large_enough = value >= 0 if may_be_zero else value > 0
+    if not (is_large_enough and math.isfinite(value)):
+        least = "at least 0" if may_be_zero else "positive"
+        raise ValueError(f"{place} must be {least} and finite, got {value}")
+
+
+def _mapping(place: str, data: object) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{place} must be a JSON object, got {data!r}")
+    return data
+
+
+def _table[Rate: (AttentionRate, ExchangeRate)](
+    place: str, data: object, cls: type[Rate], least: int
+) -> dict[int, Rate]:
+    """Rates by whole number."""
+    table = {}
+    for key, entry in _mapping(place, data).items():
+        if not (str(key).isdecimal() and int(key) >= least):
+            raise ValueError(f"{place} is by whole numbers from {least}, got {key}")
+        table[int(key)] = cls(**_checked(f"{place}.{key}.", entry, cls))
+    return table
+
+
+def _keyed_by_text(table: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(key): asdict(rate) for key, rate in sorted(table.items())}
 
 
 def built_in_profiles() -> tuple[str, ...]:
@@ -147,17 +247,15 @@ def load_profile(name_or_path: str) -> Profile:
     else:
         try:
             text = Path(name_or_path).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(
-                f"no profile {name_or_path}: neither a file nor one of "
+                f"no profile {name_or_path}: neither a file of text nor one of "
                 f"{', '.join(built_in_profiles())}"
             ) from error
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"profile {name_or_path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"profile {name_or_path} must be a JSON object")
     try:
         return Profile.from_dict(data)
     except ValueError as error:

@@ -16,22 +16,48 @@ class Score:
     rank_load_us: list[float]
 
 
-def all_to_all_rate(profile: dict, degree: int) -> float:
-    """Bytes a second: the table first, then 'inside a host', then 'across hosts'."""
-    table = profile["all_to_all_bytes_per_s"]
+def exchange_rate(profile: dict, degree: int) -> tuple[float, float]:
+    """Bytes a second and latency: the table first, then 'inside a host', then 'across hosts'."""
+    table = profile["exchanges"].get("ulysses", {})
     if str(degree) in table:
-        return table[str(degree)]
-    if degree <= profile["ranks_per_host"]:
-        return profile["intra_bytes_per_s"]
-    return profile["inter_bytes_per_s"] * degree / (degree - profile["ranks_per_host"])
+        return table[str(degree)]["bytes_per_s"], table[str(degree)]["latency_us"]
+    together = max(profile["ranks_per_host"] // profile["model"]["stride"], 1)
+    if degree <= together and together % degree == 0:
+        return profile["intra_bytes_per_s"], profile["latency_us"]
+    beside = together if degree % together == 0 else 1
+    return profile["inter_bytes_per_s"] * degree / (degree - beside), profile["latency_us"]
+
+
+def attention_rate(profile: dict, length: int, which: str) -> float:
+    """The kernel's flops a second at a length, on straight lines between the table's lengths."""
+    table = sorted((int(known), rate[which]) for known, rate in profile["attention"].items())
+    before = [point for point in table if point[0] <= length]
+    after = [point for point in table if point[0] > length]
+    if not before or not after:
+        return (before or after)[-1 if before else 0][1]
+    (x0, y0), (x1, y1) = before[-1], after[0]
+    return y0 + (y1 - y0) * (length - x0) / (x1 - x0)
+
+
+def fitted_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
+    """The same as `sample_us` from one model's fitted times."""
+    fitted = profile["fitted"]
+    total_us = (fitted["quadratic_us"] * length**2 + fitted["linear_us"] * length) / degree
+    if degree > 1:
+        sent_bytes = fitted["exchange_bytes_per_token"] * length / degree
+        total_us += sent_bytes / exchange_rate(profile, degree)[0] * 1e6
+    return total_us * fitted["fwd_share"], total_us * (1 - fitted["fwd_share"])
 
 
 def sample_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
     """Forward and backward time that one sample adds to each rank of its node."""
+    if profile["fitted"] is not None:
+        return fitted_us(length, degree, profile)
     model = profile["model"]
     q_heads, kv_heads = model["num_heads"], model["num_kv_heads"]
     attention = 2 * length**2 * q_heads * model["head_dim"] / degree
-    attention_us = attention / profile["attention_flops_per_s"] * 1e6
+    fwd_us = attention / attention_rate(profile, length, "fwd_flops_per_s") * 1e6
+    bwd_us = attention / attention_rate(profile, length, "bwd_flops_per_s") * 1e6
     dense_us = model["dense_flops_per_token"] * length / degree / profile["dense_flops_per_s"] * 1e6
     exchange_us = 0.0
     if degree > 1:
@@ -40,11 +66,16 @@ def sample_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
         there = own_tokens * (degree - 1) * qkv_heads
         back = (length - own_tokens) * (q_heads // degree)
         sent_bytes = (there + back) * model["head_dim"] * model["bytes_per_element"]
-        exchange_us = sent_bytes / all_to_all_rate(profile, degree) * 1e6
+        exchange_us = sent_bytes / exchange_rate(profile, degree)[0] * 1e6
+    if model["expert_degree"] > 1:
+        rate = exchange_rate({**profile, "exchanges": {}}, model["expert_degree"])[0]
+        exchange_us += model["expert_bytes_per_token"] * length / degree / rate * 1e6
     layers = model["num_layers"]
+    output = model["output_flops_per_token"] * length / degree
+    output_us = output / profile["dense_flops_per_s"] * 1e6
     return (
-        layers * (attention_us + exchange_us + dense_us),
-        layers * (2.5 * attention_us + exchange_us + 2 * dense_us),
+        layers * (fwd_us + exchange_us + dense_us) + output_us,
+        layers * (2.5 * bwd_us + exchange_us + 2 * dense_us) + 2 * output_us,
     )
 
 
@@ -57,11 +88,13 @@ def score_plan(plan: dict, profile: dict) -> Score:
     for node in plan["nodes"]:
         degree, m = node["degree"], node["micro_batch"]
         times = [sample_us(length, degree, profile) for length in node["lengths"]]
-        phases = 1 if degree == 1 else 3
+        waits_us = profile["latency_us"]
+        if degree > 1:
+            waits_us += 2 * exchange_rate(profile, degree)[1]
         for rank in range(node["index"] * degree, (node["index"] + 1) * degree):
             fwd[m][rank] += sum(time[0] for time in times)
             bwd[m][rank] += sum(time[1] for time in times)
-            latency[m][rank] += phases * profile["model"]["num_layers"] * profile["latency_us"]
+            latency[m][rank] += profile["model"]["num_layers"] * waits_us
     load_us, plain_us = 0.0, 0.0
     for m in range(num_passes):
         load_us += max(map(sum, zip(fwd[m], latency[m], strict=True)))

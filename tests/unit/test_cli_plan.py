@@ -62,6 +62,31 @@ def test_a_profile_and_lengths_from_files(tmp_path, capsys) -> None:
     assert (data["num_dropped"], data["num_over_long"]) == (1, 1)
 
 
+def test_flexsp_s_published_model_gives_its_makespan_and_bias(capsys) -> None:
+    words = "--profile flexsp-gpt-7b-a100 --lengths 17280 --ranks 64 --max-degree 64 --json"
+    data = json.loads(run_plan(capsys, words + " --token-budget 15591"))
+    (node,) = data["plan"]["nodes"]
+    length, degree = node["lengths"][0], node["degree"]
+    speed = {2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}[degree]
+    exchanged = 4 * 2 * 32 * 4096 * 2 * length / 2**20 / degree / speed
+    expected_ms = (5.128e-6 * length**2 + 0.1839576 * length) / degree + exchanged
+    assert max(data["load_us"]) == pytest.approx(expected_ms * 1e3, rel=1e-9)
+    assert data["profile"]["bias_us"] == pytest.approx(629356.3)
+    assert data["step_us"] == pytest.approx(max(data["load_us"]) + 629356.3)
+    assert data["plan"]["degrees"][-1] == 64  # its 32 heads limit no degree
+    score = score_plan(data["plan"], data["profile"])
+    assert data["load_us"] == pytest.approx(score.rank_load_us)
+
+
+def test_a_known_model_and_a_memory_size_give_shape_and_budget(capsys) -> None:
+    words = "--lengths 4K,300 --ranks 16 --model qwen3-30b-a3b --ep 8 --tp 2 --memory-gb 60 --json"
+    data = json.loads(run_plan(capsys, words.replace("4K", "4096")))
+    model = data["profile"]["model"]
+    assert (model["num_heads"], model["num_kv_heads"], model["stride"]) == (16, 2, 2)
+    assert model["expert_degree"] == 8 and data["plan"]["token_budget"] > 4096
+    assert data["step_us"] == pytest.approx(score_plan(data["plan"], data["profile"]).load_us)
+
+
 def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
     words = "--lengths wikipedia --ranks 8 --batch-tokens 100000 --max-len 32768"
     text = run_plan(capsys, words)
@@ -112,6 +137,18 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
             "--lengths 3 --ranks 2 --token-budget 9999999999999999999",
             "--token-budget must be at most 1099511627776, got 9999999999999999999",
         ),
+        ("--lengths 3 --ranks 2 --model gpt", "no model gpt, only qwen3-30b-a3b, "),
+        ("--lengths 3 --ranks 2 --tp 2", "--tp 2 needs --model"),
+        ("--lengths 3 --ranks 2 --model qwen3-8b --heads 4", "--heads must not be given too"),
+        ("--lengths 3 --ranks 2 --model qwen3-8b --tp 3", "tensor parallelism 3 cannot split"),
+        ("--lengths 3 --ranks 6 --model qwen3-30b-a3b --ep 4", "--ep 4 does not divide --ranks 6"),
+        ("--lengths 3 --ranks 2 --memory-gb 80", "--memory-gb 80.0 needs --model"),
+        ("--lengths 3 --ranks 2 --memory-gb nan --model qwen3-8b", "--memory-gb must be positive"),
+        (
+            "--lengths 3 --ranks 2 --memory-gb 80 --model qwen3-8b --token-budget 9",
+            "--memory-gb 80.0 gives a token budget, --token-budget 9 must not be given too",
+        ),
+        ("--lengths 3 --ranks 2 --memory-gb 9 --model qwen3-8b", "qwen3-8b does not fit"),
         ("--lengths 3 --ranks 2 --seed -1", "--seed must be at least 0, got -1"),
         (
             "--lengths 1,2 --ranks 2 --batch-tokens 10",
@@ -119,7 +156,10 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
         ),
         ("--lengths wikipedia --ranks 2", "--lengths wikipedia needs --batch-tokens"),
         ("--lengths wiki --ranks 2", "--lengths wiki is neither a length table (paper-mix"),
-        ("--lengths 3 --ranks 2 --profile x", "no profile x: neither a file nor one of cpu-gloo"),
+        (
+            "--lengths 3 --ranks 2 --profile x",
+            "no profile x: neither a file of text nor one of a100",
+        ),
     ],
 )
 def test_errors_are_one_line_and_status_two(capsys, words: str, message: str) -> None:

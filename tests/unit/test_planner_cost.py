@@ -3,6 +3,7 @@
 Cases B2, C1.
 """
 
+import dataclasses
 import random
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron_nsp.config import NSPConfig, build_tree, is_admissible
 from megatron_nsp.layout import slice_bounds
 from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch
 from megatron_nsp.planner.cost import SENT_BYTES, ulysses_sent_bytes
+from megatron_nsp.planner.profile import AttentionRate, ExchangeRate
 from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.testing.random_plans import random_lengths, random_plan
 from megatron_nsp.tree import SPTree
@@ -104,6 +106,43 @@ def test_degree_one_is_alone_and_cheap() -> None:
     lengths = np.array([10, 1000])
     assert (cost.compute_us(lengths, Pass.BWD) == 2.5 * cost.compute_us(lengths, Pass.FWD)).all()
     assert set(SENT_BYTES) == {"ulysses"}
+
+
+def test_rates_between_two_lengths_lie_between_and_plans_score_with_them() -> None:
+    rates = {100: AttentionRate(1e9, 2e9), 300: AttentionRate(3e9, 1e9)}
+    profile = dataclasses.replace(
+        load_profile("cpu-gloo"),
+        attention=rates,
+        exchanges={"ulysses": {2: ExchangeRate(1e8, 900.0)}},
+    )
+    lengths = np.array([1, 100, 150, 300, 1000])
+    assert profile.attention_flops_per_s(lengths, True).tolist() == [1e9, 1e9, 1.5e9, 3e9, 3e9]
+    assert profile.attention_flops_per_s(lengths, False).tolist() == [2e9, 2e9, 1.75e9, 1e9, 1e9]
+    experts = dataclasses.replace(
+        SMALL, expert_degree=4, expert_bytes_per_token=99.0, output_flops_per_token=5e5
+    )
+    cost = CostModel(profile, experts, SPTree(4, (1, 2, 4)))
+    assert cost.node_latency_us.tolist() == [2 * 400.0, 2 * (400 + 2 * 900.0), 2 * 3 * 400.0]
+    plan = random_plan(random.Random(1), cost.tree, [7, 500, 120, 3000])
+    expected = score_plan(plan.to_dict(), constants(cost))
+    assert cost.score(plan).load_us == pytest.approx(expected.load_us, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("degree", "stride", "rate"),
+    [
+        (8, 1, 350e9),
+        (3, 1, 45e9 * 3 / 2),  # ranks 6, 7 and 8 meet across hosts
+        (4, 2, 350e9),
+        (8, 2, 45e9 * 8 / 4),
+        (2, 16, 45e9 * 2 / 1),
+    ],
+)
+def test_hosts_and_strides_decide_what_crosses_the_network(
+    degree: int, stride: int, rate: float
+) -> None:
+    profile = load_profile("h100-ib")
+    assert profile.exchange_rate("ulysses", degree, stride).bytes_per_s == rate
 
 
 def test_impossible_models_are_refused() -> None:

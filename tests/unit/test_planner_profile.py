@@ -2,33 +2,38 @@
 
 import dataclasses
 import json
+import re
 
+import numpy as np
 import pytest
 
-from megatron_nsp.planner.profile import Profile, built_in_profiles, load_profile
+from megatron_nsp.planner.profile import ExchangeRate, Profile, built_in_profiles, load_profile
 
 H100 = load_profile("h100-ib")
 
 
 def test_built_in_profiles_say_that_they_are_estimates() -> None:
-    assert built_in_profiles() == ("cpu-gloo", "h100-ib")
+    assert {"cpu-gloo", "h100-ib", "h200-ib", "b200-ib"} < set(built_in_profiles())
     for name in built_in_profiles():
         profile = load_profile(name)
         assert profile.name == name and profile.is_estimate
-        assert "estimate" in profile.provenance and len(profile.date) == 10
+        assert re.search("estimate|published", profile.provenance) and len(profile.date) == 10
 
 
 def test_h100_ib_is_what_the_issue_states() -> None:
-    assert (H100.attention_flops_per_s, H100.dense_flops_per_s) == (450e12, 380e12)
-    assert H100.latency_us == 30
-    rates = [H100.all_to_all_rate_bytes_per_s(d) for d in (2, 8, 16, 32, 64)]
+    for is_fwd in (True, False):
+        assert H100.attention_flops_per_s(np.array([1, 10**6]), is_fwd).tolist() == [450e12] * 2
+    assert (H100.dense_flops_per_s, H100.latency_us) == (380e12, 30)
+    rates = [H100.exchange_rate("ulysses", d).bytes_per_s for d in (2, 8, 16, 32, 64)]
     assert rates == [350e9, 350e9, 45e9 * 16 / 8, 45e9 * 32 / 24, 45e9 * 64 / 56]
 
 
 def test_a_measured_table_goes_before_the_tiers() -> None:
-    measured = dataclasses.replace(H100, all_to_all_bytes_per_s={4: 123e9})
-    assert measured.all_to_all_rate_bytes_per_s(4) == 123e9
-    assert measured.all_to_all_rate_bytes_per_s(8) == 350e9
+    rate = ExchangeRate(123e9, 7.0)
+    measured = dataclasses.replace(H100, exchanges={"ulysses": {4: rate}})
+    assert measured.exchange_rate("ulysses", 4) == rate
+    assert measured.exchange_rate("ring", 4).bytes_per_s == 350e9
+    assert measured.exchange_rate("ulysses", 8) == ExchangeRate(350e9, 30.0)
     assert Profile.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     assert hash(measured) is not None
 
@@ -45,12 +50,23 @@ def test_a_profile_from_a_file(tmp_path) -> None:
         ({"dense_flops_per_s": 0}, "dense_flops_per_s must be positive and finite, got 0"),
         ({"dense_flops_per_s": float("nan")}, "dense_flops_per_s must be positive"),
         ({"latency_us": -1}, "latency_us must be at least 0 and finite, got -1"),
-        ({"all_to_all_bytes_per_s": {"1": 5}}, "at degree 1"),
-        ({"speed": 3}, "no field speed"),
+        (
+            {"exchanges": {"ulysses": {"1": {}}}},
+            "exchanges.ulysses is by whole numbers from 2",
+        ),
+        ({"exchanges": {"ulysses": {"x": {}}}}, "is by whole numbers from 2, got x"),
+        ({"exchanges": {"ulysses": [5]}}, r"exchanges.ulysses must be a JSON object, got \[5\]"),
+        ({"exchanges": {"ulysses": {"2": {}}}}, "ulysses.2.bytes_per_s, latency_us is missing"),
+        ({"attention": {}}, "attention must hold at least one length"),
+        ({"attention": {"1": {"fwd_flops_per_s": 0}}}, "attention.1.bwd_flops_per_s is missing"),
+        ({"fitted": {"quadratic_us": 1}}, "the field fitted.linear_us, .* is missing"),
+        ({"is_estimate": "yes"}, "is_estimate must be true or false, got 'yes'"),
+        ({"name": 3}, "name must be text, got 3"),
+        ({"memory_bytes": -1}, "memory_bytes must be positive and finite, got -1"),
+        ({"ranks_per_host": True}, "ranks_per_host must be a number, got True"),
+        ({"speed": 3}, "there is no field speed"),
         ({"dense_flops_per_s": "fast"}, "dense_flops_per_s must be a number, got 'fast'"),
         ({"dense_flops_per_s": float("inf")}, "dense_flops_per_s must be positive and finite"),
-        ({"all_to_all_bytes_per_s": [1, 2]}, r"must map degrees to rates, got \[1, 2\]"),
-        ({"all_to_all_bytes_per_s": {"2": "x"}}, "must map degrees to rates"),
     ],
 )
 def test_impossible_profiles_are_refused(tmp_path, change: dict, message: str) -> None:
@@ -62,12 +78,12 @@ def test_impossible_profiles_are_refused(tmp_path, change: dict, message: str) -
 
 
 def test_files_that_are_no_profiles(tmp_path) -> None:
-    with pytest.raises(ValueError, match="neither a file nor one of cpu-gloo, h100-ib"):
-        load_profile("h200")
+    with pytest.raises(ValueError, match="neither a file of text nor one of a100"):
+        load_profile("h300")
     for text, message in (
         ("{", "is not JSON"),
         ("[]", "must be a JSON object"),
-        ("{}", "needs the field"),
+        ("{}", "the field name, is_estimate, .* is missing"),
     ):
         path = tmp_path / "bad.json"
         path.write_text(text)

@@ -1,0 +1,182 @@
+"""The flags that `plan` and `simulate` share: ranks, degrees, model, profile, memory."""
+
+import argparse
+
+from megatron_nsp.config import NSPConfig, build_tree
+from megatron_nsp.planner import (
+    MODELS,
+    CostModel,
+    MemoryPlan,
+    Model,
+    ModelShape,
+    known_model,
+    load_profile,
+    token_budget,
+)
+from megatron_nsp.planner.lengths import table_names
+from megatron_nsp.planner.memory import RECOMPUTE_POLICIES
+from megatron_nsp.planner.profile import Profile, built_in_profiles
+from megatron_nsp.tree import SPTree
+
+_SIZES = {"heads": 32, "kv_heads": 4, "head_dim": 128, "hidden": 2048, "layers": 48}
+"""Sizes of the model without --model."""
+
+_PARALLEL = ("tp", "pp", "ep")
+_TOKENS = ("batch_tokens", "max_len", "token_budget")
+_MOST = {"ranks": 2**16, "max_degree": 2**16, **dict.fromkeys((*_SIZES, *_PARALLEL), 2**24)}
+_MOST |= dict.fromkeys(_TOKENS, 2**40)
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: `196608` or `192K`, or `2M` (1024 and 1024^2)."""
+    factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
+    try:
+        return int(text if factor == 1 else text[:-1]) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"takes tokens such as 4096, 192K or 2M, got {text}"
+        ) from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    parser.add_argument(
+        "--lengths",
+        required=True,
+        metavar="FILE|NAME|a,b,c",
+        help="sample lengths in tokens: a .txt, .npy, .npz or .idx file, a list, or one of "
+        f"{', '.join(table_names())}",
+    )
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the domain")
+    parser.add_argument("--max-degree", type=int, help="largest degree of the chain 1, 2, 4, ...")
+    parser.add_argument("--degrees", metavar="1,3,6", help="the whole chain of degrees instead")
+    parser.add_argument(
+        "--batch-tokens",
+        type=tokens,
+        help="draw whole samples until this many tokens; without it the whole list is one batch",
+    )
+    parser.add_argument("--max-len", type=tokens, help="leave out samples of more tokens, counted")
+    parser.add_argument(
+        "--token-budget",
+        type=tokens,
+        help="most tokens a rank may hold in a micro-batch; as many micro-batches as that needs",
+    )
+    parser.add_argument(
+        "--profile",
+        default="h100-ib",
+        metavar="NAME|FILE",
+        help=f"cost profile: {', '.join(built_in_profiles())} or a JSON file (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="NAME", help=f"a known model: {', '.join(MODELS)}")
+    model.add_argument("--tp", type=int, default=1, help="tensor-parallel size (%(default)s)")
+    model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (%(default)s)")
+    model.add_argument("--ep", type=int, default=1, help="expert-parallel size (%(default)s)")
+    for name, default in _SIZES.items():
+        flag = "--" + name.replace("_", "-")
+        model.add_argument(flag, type=int, help=f"of another model, on one rank ({default})")
+    memory = parser.add_argument_group("memory of a --model, instead of --token-budget")
+    memory.add_argument("--memory-gb", type=float, help="of one rank, 10^9 bytes")
+    memory.add_argument(
+        "--recompute", default="full", choices=RECOMPUTE_POLICIES, help="(%(default)s)"
+    )
+    memory.add_argument(
+        "--offload-optimizer", action="store_true", help="optimizer state is kept by the host"
+    )
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Checks numbers by themselves.
+
+    Raises:
+        ValueError: one line naming the flag and its number.
+    """
+    for name, most in _MOST.items():
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= most:
+            limit = "at least 1" if value < 1 else f"at most {most}"
+            raise ValueError(f"--{name.replace('_', '-')} must be {limit}, got {value}")
+    if args.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {args.seed}")
+
+
+def cost_model(args: argparse.Namespace) -> CostModel:
+    """The cost model that the flags describe.
+
+    Raises:
+        ValueError: one line naming the flag and both numbers.
+    """
+    profile = load_profile(args.profile)
+    shape = _shape(args)
+    return CostModel(profile, shape, _tree(args, shape, profile))
+
+
+def budget(args: argparse.Namespace, profile: Profile) -> int | None:
+    """The token budget that the flags ask for.
+
+    Raises:
+        ValueError: the flags do not fit together, or the model does not fit the memory.
+    """
+    if args.memory_gb is None:
+        return args.token_budget
+    if args.token_budget is not None:
+        raise ValueError(
+            f"--memory-gb {args.memory_gb} gives a token budget, --token-budget "
+            f"{args.token_budget} must not be given too"
+        )
+    if not args.memory_gb > 0:
+        raise ValueError(f"--memory-gb must be positive, got {args.memory_gb}")
+    if args.model is None:
+        raise ValueError(f"--memory-gb {args.memory_gb} needs --model")
+    return token_budget(known_model(args.model), memory_plan(args), args.memory_gb * 1e9)
+
+
+def memory_plan(args: argparse.Namespace) -> MemoryPlan:
+    """How the flags spread the memory: weights and optimizer sharded over the domain."""
+    return MemoryPlan(
+        num_ranks=args.ranks,
+        tensor_parallel=args.tp,
+        pipeline_parallel=args.pp,
+        expert_parallel=args.ep,
+        offloads_optimizer=args.offload_optimizer,
+        recompute=args.recompute,
+    )
+
+
+def _shape(args: argparse.Namespace) -> ModelShape:
+    given = [name for name in _SIZES if getattr(args, name) is not None]
+    if args.model is not None:
+        if given:
+            raise ValueError(f"--model {args.model} has sizes, --{given[0]} must not be given too")
+        model: Model = known_model(args.model)
+        if args.ep > 1 and args.ranks % args.ep:
+            raise ValueError(f"--ep {args.ep} does not divide --ranks {args.ranks}")
+        return model.shape(args.tp, args.pp, args.ep)
+    for name in _PARALLEL:
+        if getattr(args, name) != 1:
+            raise ValueError(f"--{name} {getattr(args, name)} needs --model")
+    heads, kv_heads, head_dim, hidden, layers = (
+        default if getattr(args, name) is None else getattr(args, name)
+        for name, default in _SIZES.items()
+    )
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    return ModelShape.from_hidden(layers, hidden, heads, kv_heads, head_dim)
+
+
+def _tree(args: argparse.Namespace, shape: ModelShape, profile: Profile) -> SPTree:
+    degrees = None
+    if args.degrees is not None:
+        try:
+            degrees = tuple(int(word) for word in args.degrees.split(","))
+        except ValueError as error:
+            raise ValueError(f"--degrees takes whole numbers, got {args.degrees}") from error
+    config = NSPConfig(max_degree=args.max_degree, degrees=degrees)
+    heads = (shape.num_heads, shape.num_kv_heads) if profile.fitted is None else (None, None)
+    try:
+        config.validate()
+        return build_tree(config, args.ranks, *heads)
+    except ValueError as error:
+        # The training flags are called --nsp-max-degree, ours --max-degree.
+        raise ValueError(str(error).replace("--nsp-", "--")) from error
