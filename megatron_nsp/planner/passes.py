@@ -20,7 +20,7 @@ from megatron_nsp.planner.placement import UNPLACED, Placement
 from megatron_nsp.planner.problem import PassProblem
 from megatron_nsp.planner.score import PlanScore, SampleTimes
 
-Policy = Callable[[PassProblem], Placement]
+PassPolicy = Callable[[PassProblem], Placement]
 """Places the samples of one micro-batch."""
 
 
@@ -110,7 +110,16 @@ class Assignment:
         )
 
 
-def assign(batch: Batch, policy: Policy, max_passes: int) -> Assignment:
+BatchPolicy = Callable[[Batch, int], Assignment]
+"""Places the samples of a batch in at most so many passes."""
+
+
+def by_passes(policy: PassPolicy) -> BatchPolicy:
+    """A policy of one micro-batch as one of a batch."""
+    return lambda batch, max_passes: assign(batch, policy, max_passes)
+
+
+def assign(batch: Batch, policy: PassPolicy, max_passes: int) -> Assignment:
     """Lets a policy place a batch, in as few passes as hold it.
 
     Returns:
@@ -153,7 +162,7 @@ def _partitions(lengths: IntArray, num_passes: int) -> Iterator[list[IntArray]]:
     yield [np.flatnonzero(run == m) for m in range(num_passes)]
 
 
-def _cascade(batch: Batch, policy: Policy, parts: list[IntArray]) -> Assignment:
+def _cascade(batch: Batch, policy: PassPolicy, parts: list[IntArray]) -> Assignment:
     """Places the passes one after the other; each also gets what the one before had no room for."""
     num_samples = len(batch.lengths)
     column = np.zeros(num_samples, dtype=np.int64)

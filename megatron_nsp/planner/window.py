@@ -8,12 +8,9 @@ import numpy.typing as npt
 
 from megatron_nsp.plan import CARRIED, IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.passes import Assignment, Batch, Policy, assign
-from megatron_nsp.planner.policies.disjoint_lpt import place_disjoint_lpt
-from megatron_nsp.planner.policies.static import place_static
-from megatron_nsp.planner.policies.two_level import place_two_level
+from megatron_nsp.planner.passes import Assignment, Batch
+from megatron_nsp.planner.policies import BatchPolicy, policies_of, portfolio_of
 from megatron_nsp.planner.score import PlanScore
-from megatron_nsp.planner.search import search
 from megatron_nsp.tree import SPTree
 
 
@@ -69,28 +66,9 @@ class PlanResult:
     report: PlanReport
 
 
-def portfolio(tree: SPTree) -> dict[str, Policy]:
-    """The policies that the search must not lose to, by name."""
-
-    def static(degree: int) -> Policy:
-        return lambda problem: place_static(problem, degree)
-
-    policies = {f"static-{degree}": static(degree) for degree in tree.degrees}
-    policies["two-level"] = place_two_level
-    policies["disjoint-lpt"] = place_disjoint_lpt
-    return policies
-
-
-def _policies(tree: SPTree) -> dict[str, Policy]:
-    """Everything that can plan alone; 'leaves' and 'root' are static at the two ends."""
-    others = portfolio(tree)
-    ends = {"leaves": others["static-1"], "root": others[f"static-{tree.max_degree}"]}
-    return {"search": search, **others, **ends}
-
-
 def policy_names(tree: SPTree) -> tuple[str, ...]:
     """The names that `plan_batch` takes."""
-    return ("auto", *_policies(tree))
+    return ("auto", *policies_of(tree))
 
 
 def plan_batch(
@@ -121,17 +99,18 @@ def plan_batch(
     _check(tokens, tree, cost, token_budget, num_micro_batches, policy)
     order = np.argsort(-tokens, kind="stable")
     batch = Batch(cost.sample_times(tokens[order]), token_budget)
-    others = portfolio(tree) if policy == "auto" else {}
+    others = portfolio_of(tree) if policy == "auto" else {}
     chosen = "search" if policy == "auto" else policy
-    best = assign(batch, _policies(tree)[chosen], num_micro_batches or max(len(tokens), 1))
-    _check_progress(batch, best, chosen, _policies(tree)[chosen], order)
+    place = policies_of(tree)[chosen]
+    best = place(batch, num_micro_batches or max(len(tokens), 1))
+    _check_progress(batch, best, chosen, place, order)
     passes = num_micro_batches or max(best.num_passes, 1)
     score = best.score(batch.times, passes)
     search_load_us = score.load_us if chosen == "search" else None
     kept = best.placed
     kept_batch, loads_us = batch.take(kept), {}
-    for other, place in others.items():
-        assignment = assign(kept_batch, place, passes).among(kept, len(tokens))
+    for other, place_other in others.items():
+        assignment = place_other(kept_batch, passes).among(kept, len(tokens))
         if len(assignment.placed) == len(kept):
             other_score = assignment.score(batch.times, passes)
             loads_us[other] = other_score.load_us
@@ -156,7 +135,7 @@ def plan_batch(
 
 
 def _check_progress(
-    batch: Batch, assignment: Assignment, name: str, policy: Policy, order: IntArray
+    batch: Batch, assignment: Assignment, name: str, policy: BatchPolicy, order: IntArray
 ) -> None:
     """Refuses to carry a sample that the policy will have no place for in any step.
 
@@ -164,7 +143,7 @@ def _check_progress(
         ValueError: one line naming the sample, the policy and the budget.
     """
     for sample in np.flatnonzero(assignment.micro_batch == CARRIED)[:1]:
-        alone = assign(batch.take(np.array([sample])), policy, max_passes=1)
+        alone = policy(batch.take(np.array([sample])), 1)
         if not alone.is_complete:
             raise ValueError(
                 f"policy {name} never fits sample {order[sample]}, {batch.lengths[sample]} tokens, "

@@ -1,5 +1,45 @@
-"""The policies the search is compared with, one file each.
+"""Baseline policies, one a module, in the same model and with the same results as the search.
 
-A policy places the samples of one micro-batch and leaves those without room unplaced; what becomes
-of them is decided in `window.py`, for all policies alike.
+A policy is one of two kinds:
+
+* a `PassPolicy` places the samples of one micro-batch; `passes.assign` spreads a batch over passes
+  for it, under the token budget;
+* a `BatchPolicy` spreads the batch over passes by itself.
+
+`POLICIES` holds those that do not depend on the tree; the static ones are made for each degree.
 """
+
+from megatron_nsp.planner.passes import BatchPolicy, PassPolicy, by_passes
+from megatron_nsp.planner.policies.disjoint_lpt import place_disjoint_lpt
+from megatron_nsp.planner.policies.static import place_static
+from megatron_nsp.planner.policies.two_level import place_two_level
+from megatron_nsp.planner.search import search
+from megatron_nsp.tree import SPTree
+
+__all__ = ["CHEAP", "BatchPolicy", "PassPolicy", "policies_of", "portfolio_of"]
+
+POLICIES: dict[str, BatchPolicy] = {
+    "search": by_passes(search),
+    "two-level": by_passes(place_two_level),
+    "disjoint-lpt": by_passes(place_disjoint_lpt),
+}
+"""Policies by name."""
+
+CHEAP = ("two-level", "disjoint-lpt")
+"""Those that belong to the portfolio, beside static sequence parallelism at every degree."""
+
+
+def _static(degree: int) -> BatchPolicy:
+    return by_passes(lambda problem: place_static(problem, degree))
+
+
+def portfolio_of(tree: SPTree) -> dict[str, BatchPolicy]:
+    """The policies that the search must not lose to, by name."""
+    static = {f"static-{degree}": _static(degree) for degree in tree.degrees}
+    return static | {name: POLICIES[name] for name in CHEAP}
+
+
+def policies_of(tree: SPTree) -> dict[str, BatchPolicy]:
+    """Everything that can plan alone; 'leaves' and 'root' are static at the two ends."""
+    ends = {"leaves": _static(1), "root": _static(tree.max_degree)}
+    return {"search": POLICIES["search"]} | portfolio_of(tree) | POLICIES | ends
