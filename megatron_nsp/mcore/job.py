@@ -174,6 +174,7 @@ class Job:
                 token_budget=config.token_budget,
                 num_micro_batches=self.num_micro_batches,
                 policy=policy,
+                compares_all=False,
             )
             return result.plan, result.score
 

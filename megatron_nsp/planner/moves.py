@@ -45,7 +45,7 @@ def _best_move(state: PassState) -> bool:
     problem, samples = state.problem, _candidates(state)
     if len(samples) == 0:
         return False
-    fwd_ns, bwd_ns, opened = _without(state, samples)
+    fwd_ns, bwd_ns, opened = loads_without(state, samples)
     max_fwd_ns, max_bwd_ns = fwd_ns.max(axis=1)[:, None], bwd_ns.max(axis=1)[:, None]
     loads, targets = [], []
     for k, degree in enumerate(problem.tree.degrees):
@@ -67,7 +67,9 @@ def _best_move(state: PassState) -> bool:
     return False
 
 
-def _without(state: PassState, samples: IntArray) -> tuple[IntArray, IntArray, list[np.ndarray]]:
+def loads_without(
+    state: PassState, samples: IntArray
+) -> tuple[IntArray, IntArray, list[np.ndarray]]:
     """Loads and active nodes with each of the samples taken out, one row a sample."""
     problem = state.problem
     column, index = state.column[samples], state.index[samples]

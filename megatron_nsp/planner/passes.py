@@ -110,13 +110,36 @@ class Assignment:
         )
 
 
+FILL_SHARES = (0.9, 0.7)
+"""Shares of a pass's token budget up to which passes are filled one after the other."""
+
 BatchPolicy = Callable[[Batch, int], Assignment]
 """Places the samples of a batch in at most so many passes."""
 
 
-def by_passes(policy: PassPolicy) -> BatchPolicy:
-    """A policy of one micro-batch as one of a batch."""
-    return lambda batch, max_passes: assign(batch, policy, max_passes)
+Refine = Callable[[PassProblem, Placement], Placement]
+"""Makes a placement of the same samples faster."""
+
+
+def by_passes(policy: PassPolicy, refine: Refine | None = None) -> BatchPolicy:
+    """A policy of one micro-batch as one of a batch; the passes it settles on are refined."""
+
+    def place(batch: Batch, max_passes: int) -> Assignment:
+        settled = assign(batch, policy, max_passes)
+        return settled if refine is None else refined(batch, settled, refine)
+
+    return place
+
+
+def refined(batch: Batch, assignment: Assignment, refine: Refine) -> Assignment:
+    """The assignment with every pass refined by itself."""
+    column, index = assignment.column.copy(), assignment.index.copy()
+    for number in range(assignment.num_passes):
+        samples = np.flatnonzero(assignment.micro_batch == number)
+        problem = batch.take(samples).problem
+        placement = refine(problem, Placement(column[samples], index[samples], 0))
+        column[samples], index[samples] = placement.column, placement.index
+    return Assignment(column, index, assignment.micro_batch, assignment.num_passes)
 
 
 def assign(batch: Batch, policy: PassPolicy, max_passes: int) -> Assignment:
@@ -133,7 +156,8 @@ def assign(batch: Batch, policy: PassPolicy, max_passes: int) -> Assignment:
     least_passes = min(max(1, -(-int(batch.lengths.sum()) // pass_tokens)), max_passes)
     tried: list[Assignment] = []
     for num_passes in range(least_passes, max_passes + 1):
-        tried = [_cascade(batch, policy, p) for p in _partitions(batch.lengths, num_passes)]
+        partitions = _partitions(batch.lengths, num_passes, pass_tokens)
+        tried = [_cascade(batch, policy, parts) for parts in partitions]
         complete = [assignment for assignment in tried if assignment.is_complete]
         if complete:
             return min(complete, key=lambda one: one.score(batch.times, num_passes).load_us)
@@ -147,8 +171,8 @@ def assign(batch: Batch, policy: PassPolicy, max_passes: int) -> Assignment:
     return min(tried, key=lambda one: int(batch.lengths[one.micro_batch == CARRIED].sum()))
 
 
-def _partitions(lengths: IntArray, num_passes: int) -> Iterator[list[IntArray]]:
-    """Ways to spread samples (longest first) over passes."""
+def _partitions(lengths: IntArray, num_passes: int, pass_tokens: int) -> Iterator[list[IntArray]]:
+    """Ways to spread samples (longest first) over passes of at most so many tokens."""
     num_samples = len(lengths)
     if num_passes == 1:
         yield [np.arange(num_samples)]
@@ -158,8 +182,15 @@ def _partitions(lengths: IntArray, num_passes: int) -> Iterator[list[IntArray]]:
     snake = np.minimum(turn, 2 * num_passes - 1 - turn)
     yield [np.flatnonzero(snake == m) for m in range(num_passes)]
     # Long samples together, so that they run side by side: consecutive runs of equal tokens.
-    run = (np.cumsum(lengths) - lengths) * num_passes // int(lengths.sum())
+    before = np.cumsum(lengths) - lengths
+    run = before * num_passes // int(lengths.sum())
     yield [np.flatnonzero(run == m) for m in range(num_passes)]
+    # Passes as full as they get, the last with what remains: a long sample sets the time of its
+    # pass, which then had better be full of work.
+    for share in FILL_SHARES:
+        filled = np.minimum(before // max(int(share * pass_tokens), 1), num_passes - 1)
+        if int(lengths[filled == num_passes - 1].sum()) <= pass_tokens:
+            yield [np.flatnonzero(filled == m) for m in range(num_passes)]
 
 
 def _cascade(batch: Batch, policy: PassPolicy, parts: list[IntArray]) -> Assignment:

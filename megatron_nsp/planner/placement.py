@@ -147,31 +147,40 @@ class PassState:
     def _nodes_with_room(
         self, k: int, samples: IntArray, heap: list[int], costs: list[int], shift: int
     ) -> list[int]:
-        """LPT under the token budget: the least loaded node with room for each sample, or -1."""
+        """LPT under the token budget: the least loaded node with room for each sample, or -1.
+
+        A node without room is parked until a sample is short enough for it.
+        """
         budget, degree = self.problem.token_budget, self.problem.tree.degrees[k]
         assert budget is not None
         ranks = self.rank_tokens(but_column=k).reshape(-1, degree)
         fullest = ranks.max(axis=1).tolist()
         streams = self.stream_tokens[k].tolist()
         lengths = self.problem.lengths[samples].tolist()
-        shortest, mask = min(lengths), (1 << shift) - 1
-        slots, nodes = np.arange(degree + 1), []
+        mask, slots = (1 << shift) - 1, np.arange(degree + 1)
+        parked: list[tuple[int, int]] = []
+        nodes = []
         for length, cost in zip(lengths, costs, strict=True):
+            while parked and -parked[0][0] >= length:
+                heappush(heap, heappop(parked)[1])
             set_aside, chosen = [], UNPLACED
             while heap:
                 key = heappop(heap)
                 node = key & mask
+                # The fullest rank gets stream / degree rounded down at best, and up at worst.
+                room = (budget - fullest[node] + 1) * degree - 1 - streams[node]
+                if length > room:
+                    heappush(parked, (-room, key))
+                    continue
                 stream = streams[node] + length
-                # The fullest rank gets stream / degree rounded down or up: mostly either decides.
                 fits = fullest[node] - (-stream // degree) <= budget
-                if not fits and fullest[node] + stream // degree <= budget:
+                if not fits:
                     fits = int((ranks[node] + np.diff(stream * slots // degree)).max()) <= budget
                 if fits:
                     heappush(heap, key + cost)
                     chosen, streams[node] = node, stream
                     break
-                if fullest[node] + (streams[node] + shortest) // degree <= budget:
-                    set_aside.append(key)
+                set_aside.append(key)
             for key in set_aside:
                 heappush(heap, key)
             nodes.append(chosen)

@@ -88,6 +88,18 @@ class SampleTimes:
             bias_us=self.bias_us,
         )
 
+    def at_degrees(self, columns: tuple[int, ...]) -> "SampleTimes":
+        """The times at some of the degrees."""
+        kept = list(columns)
+        return SampleTimes(
+            tree=SPTree(self.tree.num_ranks, tuple(self.tree.degrees[k] for k in columns)),
+            lengths=self.lengths,
+            fwd_us=self.fwd_us[:, kept],
+            bwd_us=self.bwd_us[:, kept],
+            latency_us=self.latency_us[kept],
+            bias_us=self.bias_us,
+        )
+
     def score(
         self, column: IntArray, index: IntArray, micro_batch: IntArray, num_micro_batches: int
     ) -> PlanScore:

@@ -8,6 +8,8 @@
 3. A fixed number of improving moves (moves.py).
 4. If the result is far above the bound, a beam over the longest samples (beam.py) makes more
    drafts.
+
+What comes out is then evened out (evening.py), once the passes of a step are settled.
 """
 
 from collections.abc import Iterator

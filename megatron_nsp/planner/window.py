@@ -9,7 +9,7 @@ import numpy.typing as npt
 from megatron_nsp.plan import CARRIED, IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.passes import Assignment, Batch
-from megatron_nsp.planner.policies import BatchPolicy, policies_of, portfolio_of
+from megatron_nsp.planner.policies import BatchPolicy, is_hopeless, policies_of, portfolio_of
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.tree import SPTree
 
@@ -25,7 +25,7 @@ class PlanReport:
         bound_us: lower bound for the samples that run, without node latency.
         search_load_us: time of the step under the search's own plan; None if it was not asked for.
         policies: time of the step under each policy of the portfolio that fits the budget.
-        infeasible: policies of the portfolio that do not.
+        infeasible: policies of the portfolio that do not, or were skipped.
         num_passes: micro-batches with samples; the others are filler passes.
         num_carried: samples left for the next step.
         carried_tokens: their tokens.
@@ -79,6 +79,7 @@ def plan_batch(
     token_budget: int | None = None,
     num_micro_batches: int | None = 1,
     policy: str = "auto",
+    compares_all: bool = True,
 ) -> PlanResult:
     """Plans one batch.
 
@@ -90,6 +91,8 @@ def plan_batch(
         num_micro_batches: passes of the step; None = as many as the budget needs.
         policy: 'auto' (best of the search and the portfolio, the search first among equals),
             'search' (the search alone), or a policy by name.
+        compares_all: work out every policy of the portfolio for the report; without it those are
+            skipped that a lower bound says cannot win. The plan is the same.
 
     Raises:
         ValueError: an unknown policy, a length below 1, or a sample that never fits the budget.
@@ -110,6 +113,9 @@ def plan_batch(
     kept = best.placed
     kept_batch, loads_us = batch.take(kept), {}
     for other, place_other in others.items():
+        without_bias_us = score.load_us - passes * cost.profile.bias_us
+        if not compares_all and is_hopeless(other, kept_batch.times, without_bias_us):
+            continue
         assignment = place_other(kept_batch, passes).among(kept, len(tokens))
         if len(assignment.placed) == len(kept):
             other_score = assignment.score(batch.times, passes)

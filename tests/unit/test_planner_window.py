@@ -5,6 +5,7 @@ Cases A1, A2, A4, F4, L3.
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -227,3 +228,18 @@ def test_what_cannot_be_planned_is_refused(kwargs: dict, message: str) -> None:
     lengths = kwargs.pop("lengths", [5])
     with pytest.raises(ValueError, match=message):
         plan_batch(lengths, FOUR.tree, FOUR, **kwargs)
+
+
+def test_skipping_hopeless_policies_changes_no_plan() -> None:
+    rng, skipped = random.Random(5), 0
+    for trial in range(40):
+        cost = cluster(16, 8) if trial % 2 else workstation(12, (1, 3, 6))
+        lengths = [int(60_000 ** rng.random()) for _ in range(rng.randint(1, 40))]
+        room = -(-max(lengths) // cost.tree.max_degree) + sum(lengths) // 8
+        budget = None if trial % 3 else room
+        how = {"token_budget": budget, "num_micro_batches": 2}
+        full = plan_batch(lengths, cost.tree, cost, **how)
+        brief = plan_batch(lengths, cost.tree, cost, compares_all=False, **how)
+        assert brief.plan == full.plan and brief.report.policy == full.report.policy
+        skipped += len(full.report.policies) - len(brief.report.policies)
+    assert skipped > 40
