@@ -288,6 +288,18 @@ def _groups_over_many_plans(rank: int) -> tuple[int, int, bool]:
     return groups.num_groups, groups.num_creations, len(calls) == created
 
 
+def test_warming_up_exchanges_once_in_each_group_of_the_rank_root_first() -> None:
+    for rank, records in enumerate(run_ranks(8, _warm_up)):
+        path = [TREE.ranks(node) for node in TREE.path(rank) if TREE.degree(node) > 1]
+        assert records == [tuple(ranks) for ranks in path]
+
+
+def _warm_up(rank: int) -> list[tuple[int, ...]]:
+    log = CollectiveLog()
+    NestedGroups.create(TREE, [range(8)], logged_new_group(log)).warm_up(CPU)
+    return [record.ranks for record in log.records]
+
+
 def test_l4_the_first_message_is_the_failing_ranks_and_names_the_step() -> None:
     with pytest.raises(RankError, match="rank 1 failed") as caught:
         run_ranks(4, _raise_in_prologue, timeout_s=5)
