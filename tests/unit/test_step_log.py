@@ -1,0 +1,48 @@
+"""The line of a step, word for word, from numbers that can be checked by hand."""
+
+import numpy as np
+
+from megatron_nsp.mcore.step_log import step_line
+from megatron_nsp.plan import CARRIED, Plan
+from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.sampler import Batch
+from megatron_nsp.step_planner import PlannedStep
+from megatron_nsp.tree import SPTree
+
+TREE = SPTree(4, (1, 2, 4))
+
+
+def score(fwd_us: list[float], bwd_us: list[float], latency_us: list[float]) -> PlanScore:
+    return PlanScore(np.array([fwd_us]), np.array([bwd_us]), np.array([latency_us]), 500.0)
+
+
+def test_a_step_with_everything() -> None:
+    # 50 tokens run, 10 at degree 1, 40 at degree 4; 30 and 20 more are carried.
+    nodes = [TREE.node(4, 0), TREE.node(1, 0), TREE.node(1, 2), TREE.node(1, 0), TREE.node(1, 0)]
+    plan = Plan.from_nodes(TREE, [40, 7, 3, 30, 20], nodes, [0, 0, 0, CARRIED, CARRIED])
+    batch = Batch(
+        documents=np.arange(5),
+        lengths=plan.lengths,
+        over_long=np.array([11, 5, 8, 9]),
+        over_long_tokens=7777,
+        num_empty=2,
+    )
+    # The ranks are busy for 4000, 1000, 2000 and 1000 us: 4000 over the mean of 2000.
+    # The step lasts 1100 forward, 2900 backward and the bias of 500 us.
+    times = score([1000, 200, 500, 200], [2800, 600, 1300, 600], [100, 100, 100, 100])
+    assert step_line(PlannedStep(41, batch, plan, times, plan_ms=12.34, waited_ms=0.56)) == (
+        "nsp step 42 | samples: 3 | tokens: 50 | targets: 47 | predicted: 4.5 ms | "
+        "imbalance: 2.000 | tokens per degree: 1: 20%, 4: 80% | plan: 12.3 ms, waited 0.6 ms | "
+        "left out: 4 over-long (7777 tokens: documents 11, 5, 8 and 1 more) | "
+        "left out: 2 empty | carried to the next step: 2"
+    )
+
+
+def test_a_step_without_targets_or_work_is_even() -> None:
+    plan = Plan.from_nodes(TREE, [1, 1], [TREE.node(2, 0), TREE.node(2, 1)])
+    batch = Batch(np.arange(2), plan.lengths)
+    assert step_line(PlannedStep(0, batch, plan, score([0] * 4, [0] * 4, [0] * 4), 1.0)) == (
+        "nsp step 1 | samples: 2 | tokens: 2 | targets: 0 (no targets in this step) | "
+        "predicted: 0.5 ms | imbalance: 1.000 | tokens per degree: 2: 100% | "
+        "plan: 1.0 ms, waited 0.0 ms"
+    )
