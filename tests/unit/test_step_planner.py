@@ -1,6 +1,7 @@
 """Pure tests of planning ahead: order, carrying, digests."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -71,6 +72,42 @@ def test_planning_ahead_and_skipping_change_nothing(budget: int | None) -> None:
     assert [step.digest for step in steps(budget, 12, plan_ahead=3)] == plain
     assert [step.digest for step in steps(budget, 7, first_step=5)] == plain[5:]
     assert len(set(plain)) == 12
+
+
+class WatchedPlanning:
+    """Plans 300-token steps and notes the thread; steps after the first wait for the caller."""
+
+    def __init__(self, plan_ahead: int) -> None:
+        self.caller_is_busy, self.third_is_planned = threading.Event(), threading.Event()
+        self.threads: list[int] = []
+        self.source = StepPlanner(
+            BatchSampler(LENGTHS, 300, 100, seed=1), self.plan, plan_ahead, can_carry=False
+        )
+
+    def plan(self, batch: Batch) -> tuple[Plan, PlanScore]:
+        if self.threads:
+            assert self.caller_is_busy.wait(timeout=5), "the caller was kept for a later step"
+        self.threads.append(threading.get_ident())
+        if len(self.threads) == 3:
+            self.third_is_planned.set()
+        result = plan_batch(batch.lengths, TREE, COST)
+        return result.plan, result.score
+
+
+def test_the_next_steps_are_planned_while_the_caller_is_busy() -> None:
+    watched = WatchedPlanning(plan_ahead=2)
+    assert watched.source.next_step().number == 0
+    watched.caller_is_busy.set()
+    assert watched.third_is_planned.wait(timeout=5)
+    watched.source.close()
+    assert len(watched.threads) == 3 and len(set(watched.threads)) == 1
+    assert threading.get_ident() not in watched.threads
+
+
+def test_without_planning_ahead_the_caller_plans_the_step_it_asks_for() -> None:
+    watched = WatchedPlanning(plan_ahead=0)
+    watched.source.next_step()
+    assert watched.threads == [threading.get_ident()]
 
 
 def test_the_digest_sees_documents_of_equal_length() -> None:
