@@ -3,11 +3,14 @@
 import random
 
 import numpy as np
+import pytest
 
 from megatron_nsp.layout import Segment, rank_layout, slice_bounds
 from megatron_nsp.plan import Plan
+from megatron_nsp.planner import plan_batch
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree
 from megatron_nsp.tree import SPTree
+from tests.unit.planner_cases import cluster, drawn
 
 
 def random_plans(count: int, seed: int) -> list[Plan]:
@@ -83,6 +86,18 @@ def test_filler_rows_follow_the_row_multiple() -> None:
     plan = Plan.from_nodes(tree, [5], [tree.node(1, 0)])
     assert [rank_layout(plan, rank).buffer_tokens for rank in range(2)] == [5, 1]
     assert [rank_layout(plan, rank, row_multiple=4).buffer_tokens for rank in range(2)] == [8, 4]
+
+
+@pytest.mark.parametrize("name", ["wikipedia", "source-code", "paper-mix"])
+def test_f4_long_tailed_batches_need_hardly_any_filler(name: str) -> None:
+    cost = cluster(8, 8)
+    for seed in range(5):
+        lengths = drawn(name, seed, tokens=100_000, longest=30_000)
+        plan = plan_batch(lengths, cost.tree, cost).plan
+        ranks = [rank_layout(plan, rank) for rank in range(8)]
+        num_rows = sum(layout.buffer_tokens for layout in ranks)
+        assert sum(layout.num_filler_tokens for layout in ranks) < 0.01 * num_rows
+        assert num_rows < 1.01 * lengths.sum()
 
 
 def test_slice_bounds_cover_the_stream() -> None:
