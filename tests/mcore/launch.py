@@ -50,11 +50,17 @@ class Run:
         return [step["loss"] for step in self.steps[-1]]
 
     def grads(self, step: int) -> dict[str, torch.Tensor]:
-        """Every parameter's gradient in a step, from whichever ranks hold it."""
-        merged: dict[str, torch.Tensor] = {}
+        """Every parameter's gradient in a step, put together from what each rank holds of it."""
+        whole: dict[str, torch.Tensor] = {}
         for rank in self.steps:
-            merged.update(rank[step]["grads"])
-        return merged
+            for name, part in rank[step]["grads"].items():
+                known = whole.setdefault(name, part)
+                both = ~(known.isnan() | part.isnan())
+                assert known[both].equal(part[both]), f"ranks have other gradients of {name}"
+                whole[name] = known.where(part.isnan(), part)
+        for name, grad in whole.items():
+            assert not grad.isnan().any(), f"no rank has all of the gradient of {name}"
+        return whole
 
     def token_losses(self, step: int) -> dict[tuple[int, int], float]:
         """Loss of each target by (document, position)."""

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N tests/mcore/probe.py OUT [PROBE FLAGS] FLAGS OF PRETRAIN_NSP
 
 Each rank writes OUT/rank<R>.pt: a list of steps with the reported loss, every parameter's gradient
-as the optimizer sees it (experts under their global number), each token's loss by document and
-position, and the all-to-alls of the nested groups.
+as the optimizer sees it (under its name in a model of one rank, with NaN where another rank holds
+it), each token's loss by document and position, and the all-to-alls of the nested groups.
 """
 
 import argparse
@@ -21,7 +21,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--probe-fail", metavar="RANK:STEP", help="a rank raises in a prologue")
     parser.add_argument("--probe-other-plan", metavar="RANK:STEP", help="a rank plans otherwise")
     parser.add_argument("--probe-mask-before", type=int, help="no targets before this position")
-    parser.add_argument("--probe-losses-only", action="store_true", help="no gradients")
     parser.add_argument("--probe-one-expert", action="store_true", help="all tokens to expert 0")
     return parser.parse_known_args(argv)
 
@@ -36,7 +35,7 @@ def main(argv: list[str]) -> None:
 
     from tests.mcore import watch
 
-    watch.watch_optimizer(with_grads=not options.probe_losses_only)
+    watch.watch_optimizer()
     watch.watch_loss()
     watch.watch_tokens()
     watch.watch_groups()

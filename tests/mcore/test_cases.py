@@ -105,15 +105,12 @@ def test_j2_tensor_parallel_with_work_on_one_rank_of_the_domain(tmp_path: Path) 
     flags = [*documents(tmp_path, lengths), "--probe-float64", "--train-iters", "4"]
     flags += shared_checkpoint(tmp_path, tmp_path / "docs", "--probe-float64")
     one = train(1, tmp_path / "one", *flags)
-    policy = forced(tmp_path, lengths, (filler, root, mixed, filler), 4, tree=SPTree(2, (1, 2)))
+    policy = forced(tmp_path, lengths, (filler, root, mixed, filler), 4)
     split = ["--tensor-model-parallel-size", "2", "--nsp-policy", policy]
-    four = train(4, tmp_path / "four", *flags, *split)
-    np.testing.assert_allclose(four.losses, one.losses, rtol=1e-9)
+    eight = train(8, tmp_path / "eight", *flags, *split)
+    assert_same(one, eight, 4, 1e-9, 1e-9)
     nodes = [Plan.from_json(line).active_nodes() for line in policy_lines(policy)]
-    assert nodes[0] == (TREE2.node(1, 1),)
-
-
-TREE2 = SPTree(2, (1, 2))
+    assert nodes[0] == (TREE.node(1, 3),)
 
 
 def policy_lines(policy: str) -> list[str]:

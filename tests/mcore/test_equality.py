@@ -75,8 +75,9 @@ def test_e1_dense_float32_twenty_steps(dense: dict[str, Run]) -> None:
 
 
 def test_dense_with_the_distributed_optimizer(dense: dict[str, Run]) -> None:
-    losses = [dense[name].losses for name in ("one rank", "distributed optimizer")]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    held = dense["distributed optimizer"].steps[0][0]["grads"].values()
+    assert any(grad.isnan().any() for grad in held)  # a rank alone does not have them all
+    assert_same(dense["one rank"], dense["distributed optimizer"], 20, 1e-5, 1e-5)
 
 
 def test_d4_every_target_once_with_its_own_loss(dense: dict[str, Run], folder: Path) -> None:

@@ -3,7 +3,6 @@
 Import it after CPU mode is on.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from megatron.training import training
 
 from megatron_nsp.mcore import pretrain
 from megatron_nsp.testing.logging_group import CollectiveLog, LoggingGroup
+from tests.mcore.gradients import held_gradients
 
 STEPS: list[dict[str, Any]] = []
 TOKENS: list[tuple[int, int, float]] = []
@@ -20,17 +20,7 @@ ROTARY_GROUPS: list[Any] = []
 PADDING: list[int | None] = []
 
 
-def global_name(name: str) -> str:
-    """The parameter's name with a local expert's number turned into the global one."""
-    match = re.search(r"local_experts\.(\d+)\.", name)
-    if not match:
-        return name
-    num_local = training.get_args().num_experts // mpu.get_expert_model_parallel_world_size()
-    expert = mpu.get_expert_model_parallel_rank() * num_local + int(match.group(1))
-    return name.replace(match.group(0), f"local_experts.{expert}.")
-
-
-def watch_optimizer(with_grads: bool) -> None:
+def watch_optimizer() -> None:
     """Saves every gradient just before the optimizer's step."""
     setup = training.setup_model_and_optimizer
 
@@ -40,17 +30,9 @@ def watch_optimizer(with_grads: bool) -> None:
         step = optimizer.step
 
         def logged_step(*a: Any, **k: Any) -> Any:
-            grads = {
-                global_name(name.removeprefix("module.").removeprefix("module.")): (
-                    parameter.main_grad.detach().clone()
-                )
-                for model in models
-                for name, parameter in model.named_parameters()
-                if with_grads and parameter.requires_grad
-            }
             STEPS.append(
                 {
-                    "grads": grads,
+                    "grads": held_gradients(models),
                     "tokens": list(TOKENS),
                     "records": list(LOG.records),
                     "groups": groups_of_modules(models),
