@@ -117,10 +117,16 @@ def test_collectives_and_bytes_are_the_closed_form(dense: dict[str, Run], folder
             assert not any(rank[step]["records"] for rank in dense["four ranks"].steps)
 
 
-def test_dense_float64(folder: Path) -> None:
-    start = shared_checkpoint(folder / "dense64", folder / "docs", "--probe-float64")
-    one = run(folder, "dense64-1", 1, 5, "--probe-float64", *start)
-    four = run(folder, "dense64-4", 4, 5, "--probe-float64", *start)
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [([], []), (MOE, ["--expert-model-parallel-size", "2"])],
+    ids=["dense", "moe"],
+)
+def test_float64(folder: Path, model: list[str], split: list[str]) -> None:
+    exact, name = [*model, "--probe-float64"], f"exact-{len(model)}"
+    start = shared_checkpoint(folder / name, folder / "docs", *exact)
+    one = run(folder, f"{name}-1", 1, 5, *exact, *start)
+    four = run(folder, f"{name}-4", 4, 5, *exact, *start, *split)
     assert next(iter(one.grads(0).values())).dtype == torch.float64
     assert_same(one, four, 5, 1e-9, 1e-12)
 
