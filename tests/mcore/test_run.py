@@ -78,24 +78,24 @@ def test_samples_over_the_budget_are_carried_and_none_is_lost(
     assert with_targets <= {document for _, document in trained}
 
 
-def test_evaluation_gives_the_loss_of_one_rank(tmp_path: Path, flags: list[str]) -> None:
-    write_documents(tmp_path / "valid", [40, 1, 77, 5], seed=4)
+def test_evaluation_gives_the_training_loss_of_the_validation_documents(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    lengths = [140, 1, 77, 50, 32]  # one epoch a step, unlike the training documents
+    write_documents(tmp_path / "valid", lengths, seed=4)
+    frozen = ["--lr", "0", "--probe-float64", "--nsp-batch-tokens", str(sum(lengths))]
+    alone = ["--data-path", str(tmp_path / "valid"), "--train-iters", "1"]
+    (expected,) = train(1, tmp_path / "alone", *frozen, *alone).losses
     flags[0] = "--train-data-path"
     flags += ["--valid-data-path", str(tmp_path / "valid"), "--train-iters", "2"]
-    flags += ["--eval-iters", "2", "--eval-interval", "2", "--probe-float64"]
-    lines = [
-        [
-            line
-            for line in train(ranks, tmp_path / str(ranks), *flags).output.splitlines()
-            if "validation loss at" in line and "lm loss value" in line
-        ]
-        for ranks in (1, 4)
-    ]
-    assert len(lines[0]) == len(lines[1]) > 0
-    values = [
-        [float(line.split("lm loss value:")[1].split()[0]) for line in rows] for rows in lines
-    ]
-    np.testing.assert_allclose(values[1], values[0], rtol=1e-6)
+    flags += ["--eval-iters", "2", "--eval-interval", "2", *frozen]
+    for ranks in (1, 4):
+        run = train(ranks, tmp_path / str(ranks), *flags)
+        lines = [line for line in run.output.splitlines() if "validation loss at" in line]
+        values = [float(line.split("lm loss value:")[1].split()[0]) for line in lines]
+        assert values
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
+        assert not np.isclose(run.losses, expected, rtol=1e-5).any()
 
 
 def test_pipeline_stages_train_as_one_rank(tmp_path: Path, flags: list[str]) -> None:
