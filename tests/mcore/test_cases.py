@@ -118,6 +118,22 @@ def policy_lines(policy: str) -> list[str]:
     return Path(policy.removeprefix("file:")).read_text().splitlines()
 
 
+def test_d3_a_document_behind_another_has_the_losses_it_has_alone(tmp_path: Path) -> None:
+    lengths = [60, 33, 20, 5]
+    flags = [*documents(tmp_path, lengths), "--probe-float64", "--lr", "0", "--train-iters"]
+    policy = forced(tmp_path, lengths, (filler, root, mixed), 3)
+    packed = train(4, tmp_path / "packed", *flags, "3", "--nsp-policy", policy)
+    assert [len(rank[0]["tokens"]) for rank in packed.steps] == [0, 0, 0, sum(lengths) - 4]
+    one_a_step = train(1, tmp_path / "alone", *flags, "4", "--nsp-batch-tokens", "1")
+    alone = [one_a_step.token_losses(step) for step in range(4)]
+    assert all(len({document for document, _ in losses}) == 1 for losses in alone)
+    expected = {token: loss for losses in alone for token, loss in losses.items()}
+    for step in range(3):
+        losses = packed.token_losses(step)
+        assert losses.keys() == expected.keys()
+        assert max(abs(losses[token] - loss) for token, loss in expected.items()) < 1e-9
+
+
 def test_d2_groups_of_modules_stay_over_micro_batches_of_degrees_4_1_2(tmp_path: Path) -> None:
     lengths = [70, 64, 33, 20, 9, 1]
     flags = [*documents(tmp_path, lengths), "--train-iters", "2"]
