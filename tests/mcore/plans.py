@@ -30,6 +30,12 @@ def root(tree: SPTree, lengths: np.ndarray, rng: random.Random) -> Plan:
     return Plan.from_nodes(tree, lengths, nodes)
 
 
+def each_degree(tree: SPTree, lengths: np.ndarray, rng: random.Random) -> Plan:
+    """Sample after sample on the first node of the next degree."""
+    degrees = [tree.degrees[j % len(tree.degrees)] for j in range(len(lengths))]
+    return Plan.from_nodes(tree, lengths, [tree.node(degree, 0) for degree in degrees])
+
+
 def mixed(tree: SPTree, lengths: np.ndarray, rng: random.Random) -> Plan:
     """Every sample on a random node."""
     nodes = list(tree.nodes())

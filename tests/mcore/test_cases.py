@@ -10,7 +10,7 @@ from megatron_nsp.sampler import BatchSampler
 from megatron_nsp.tree import SPTree
 from tests.data_maker import write_documents
 from tests.mcore.launch import MOE, Run, shared_checkpoint, train
-from tests.mcore.plans import batches, filler, mixed, record, root
+from tests.mcore.plans import batches, each_degree, filler, mixed, record, root
 from tests.mcore.test_equality import assert_same
 
 TREE = SPTree(4, (1, 2, 4))
@@ -132,6 +132,23 @@ def test_d3_a_document_behind_another_has_the_losses_it_has_alone(tmp_path: Path
         losses = packed.token_losses(step)
         assert losses.keys() == expected.keys()
         assert max(abs(losses[token] - loss) for token, loss in expected.items()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "degrees"), [(28, 7, (1, 7)), (12, 3, (1, 3, 6))], ids=str
+)
+def test_degrees_that_are_no_powers_of_two_split_or_repeat_the_key_value_heads(
+    tmp_path: Path, heads: int, kv_heads: int, degrees: tuple[int, ...]
+) -> None:
+    ranks, lengths, kinds = degrees[-1], [60, 33, 21, 8], (root, each_degree, mixed)
+    flags = [*documents(tmp_path, lengths), "--probe-float64", "--train-iters", "3"]
+    flags += ["--num-attention-heads", str(heads), "--num-query-groups", str(kv_heads)]
+    flags += ["--hidden-size", str(4 * heads), "--ffn-hidden-size", "64"]
+    policy = forced(tmp_path, lengths, kinds, 3, tree=SPTree(ranks, degrees))
+    nested = ["--nsp-degrees", ",".join(map(str, degrees)), "--nsp-policy", policy]
+    one, many = train(1, tmp_path / "1", *flags), train(ranks, tmp_path / "n", *flags, *nested)
+    assert any(rank[0]["records"] for rank in many.steps)
+    assert_same(one, many, 3, 1e-9, 1e-9)
 
 
 def test_d2_groups_of_modules_stay_over_micro_batches_of_degrees_4_1_2(tmp_path: Path) -> None:
