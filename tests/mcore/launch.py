@@ -62,6 +62,17 @@ class Run:
             assert not grad.isnan().any(), f"no rank has all of the gradient of {name}"
         return whole
 
+    def layer_input_grads(self, step: int) -> dict[tuple[int, int, int], torch.Tensor]:
+        """Gradient of each row that enters a layer, by (layer, document, position)."""
+        entries = [entry for rank in self.steps for entry in rank[step]["layer_inputs"]]
+        grads = {
+            (layer, *token): row
+            for layer, tokens, rows in entries
+            for token, row in zip(tokens, rows, strict=True)
+        }
+        assert len(grads) == sum(len(rows) for _, _, rows in entries), "a token was counted twice"
+        return grads
+
     def token_losses(self, step: int) -> dict[tuple[int, int], float]:
         """Loss of each target by (document, position)."""
         entries = [entry for rank in self.steps for entry in rank[step]["tokens"]]

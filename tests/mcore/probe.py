@@ -21,6 +21,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--probe-fail", metavar="RANK:STEP", help="a rank raises in a prologue")
     parser.add_argument("--probe-other-plan", metavar="RANK:STEP", help="a rank plans otherwise")
     parser.add_argument("--probe-mask-before", type=int, help="no targets before this position")
+    parser.add_argument(
+        "--probe-layer-inputs", action="store_true", help="gradients of layer inputs"
+    )
     parser.add_argument("--probe-one-expert", action="store_true", help="all tokens to expert 0")
     return parser.parse_known_args(argv)
 
@@ -40,6 +43,8 @@ def main(argv: list[str]) -> None:
     watch.watch_tokens()
     watch.watch_groups()
     watch.watch_rotary()
+    if options.probe_layer_inputs:
+        watch.watch_layer_inputs()
     if options.probe_one_expert:
         watch.route_to_one_expert()
     if options.probe_mask_before is not None:

@@ -80,6 +80,13 @@ def test_dense_with_the_distributed_optimizer(dense: dict[str, Run]) -> None:
     assert_same(dense["one rank"], dense["distributed optimizer"], 20, 1e-5, 1e-5)
 
 
+def test_l2_every_rank_has_the_same_parameters_in_the_same_order(dense: dict[str, Run]) -> None:
+    (expected,) = (rank[0]["parameters"] for rank in dense["one rank"].steps)
+    assert expected
+    for name in ("four ranks", "distributed optimizer"):
+        assert all(rank[0]["parameters"] == expected for rank in dense[name].steps)
+
+
 def test_d4_every_target_once_with_its_own_loss(dense: dict[str, Run], folder: Path) -> None:
     lengths = batches(folder / "docs", 20, BATCH_TOKENS)
     for step in range(20):
@@ -117,18 +124,32 @@ def test_collectives_and_bytes_are_the_closed_form(dense: dict[str, Run], folder
             assert not any(rank[step]["records"] for rank in dense["four ranks"].steps)
 
 
-@pytest.mark.parametrize(
-    ("model", "split"),
-    [([], []), (MOE, ["--expert-model-parallel-size", "2"])],
-    ids=["dense", "moe"],
-)
-def test_float64(folder: Path, model: list[str], split: list[str]) -> None:
-    exact, name = [*model, "--probe-float64"], f"exact-{len(model)}"
-    start = shared_checkpoint(folder / name, folder / "docs", *exact)
-    one = run(folder, f"{name}-1", 1, 5, *exact, *start)
-    four = run(folder, f"{name}-4", 4, 5, *exact, *start, *split)
-    assert next(iter(one.grads(0).values())).dtype == torch.float64
-    assert_same(one, four, 5, 1e-9, 1e-12)
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def exact(folder: Path, request: pytest.FixtureRequest) -> tuple[Run, Run]:
+    """A model in float64 on one rank and on four, a step for every kind of plan."""
+    name, is_moe = f"exact-{request.param}", request.param == "moe"
+    model = [*(MOE if is_moe else []), "--probe-float64", "--probe-layer-inputs"]
+    model += shared_checkpoint(folder / name, folder / "docs", *model)
+    split = ["--expert-model-parallel-size", "2"] if is_moe else []
+    one, four = (
+        run(folder, f"{name}-{ranks}", ranks, len(EVERY_KIND), *model, *more)
+        for ranks, more in ((1, []), (4, split))
+    )
+    return one, four
+
+
+def test_float64(exact: tuple[Run, Run]) -> None:
+    assert next(iter(exact[0].grads(0).values())).dtype == torch.float64
+    assert_same(*exact, len(EVERY_KIND), 1e-9, 1e-12)
+
+
+def test_l2_each_token_sends_the_same_gradient_into_every_layer(exact: tuple[Run, Run]) -> None:
+    one, four = exact
+    for step in range(len(EVERY_KIND)):
+        expected, got = one.layer_input_grads(step), four.layer_input_grads(step)
+        assert expected.keys() == got.keys() and {layer for layer, _, _ in expected} == {1, 2}
+        for place, grad in expected.items():
+            assert float((got[place] - grad).norm()) <= 1e-9 * float(grad.norm()), (step, place)
 
 
 def test_moe_with_expert_parallel_two(folder: Path) -> None:

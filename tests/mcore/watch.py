@@ -15,6 +15,8 @@ from tests.mcore.gradients import held_gradients
 
 STEPS: list[dict[str, Any]] = []
 TOKENS: list[tuple[int, int, float]] = []
+ROWS: list[tuple[int, int]] = []
+LAYER_INPUTS: list[tuple[int, list[tuple[int, int]], torch.Tensor]] = []
 LOG = CollectiveLog()
 ROTARY_GROUPS: list[Any] = []
 PADDING: list[int | None] = []
@@ -33,7 +35,9 @@ def watch_optimizer() -> None:
             STEPS.append(
                 {
                     "grads": held_gradients(models),
+                    "parameters": shapes(models),
                     "tokens": list(TOKENS),
+                    "layer_inputs": list(LAYER_INPUTS),
                     "records": list(LOG.records),
                     "groups": groups_of_modules(models),
                     "rotary": list(ROTARY_GROUPS),
@@ -41,6 +45,7 @@ def watch_optimizer() -> None:
                 }
             )
             TOKENS.clear()
+            LAYER_INPUTS.clear()
             PADDING.clear()
             LOG.clear()
             return step(*a, **k)
@@ -49,6 +54,12 @@ def watch_optimizer() -> None:
         return result
 
     training.setup_model_and_optimizer = watched
+
+
+def shapes(models: list[torch.nn.Module]) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every parameter, in the order of the model."""
+    named = [pair for model in models for pair in model.named_parameters()]
+    return [(name, tuple(parameter.shape)) for name, parameter in named]
 
 
 def groups_of_modules(models: list[torch.nn.Module]) -> dict[str, int]:
@@ -136,23 +147,44 @@ def watch_tokens() -> None:
         batches = []
 
         class Tap:
-            def __next__(self) -> Any:
+            def __next__(tap) -> Any:  # noqa: N805 - self is the trainer
                 batches.append(next(data_iterator))
+                assert self.step is not None
+                documents = self.step.batch.documents
+                ROWS[:] = [
+                    (int(documents[sample]), position)
+                    for sample, start, stop in batches[-1].nested.layout.segments
+                    for position in range(start, stop)
+                ]
                 return batches[-1]
 
         losses, loss = forward(self, Tap(), model)
         (batch,) = batches
-        assert self.step is not None
-        row = 0
-        for sample, start, stop in batch.nested.layout.segments:
-            document = int(self.step.batch.documents[sample])
-            for position in range(start, stop):
-                if batch.loss_mask[0, row]:
-                    TOKENS.append((document, position, float(losses[0, row])))
-                row += 1
+        for row, (document, position) in enumerate(ROWS):
+            if batch.loss_mask[0, row]:
+                TOKENS.append((document, position, float(losses[0, row])))
         return losses, loss
 
     pretrain.Trainer.forward_step = watched
+
+
+def watch_layer_inputs() -> None:
+    """Saves the gradient of every layer's input, a row a token; filler rows are left out."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    forward = TransformerLayer.forward
+
+    def watched(self: TransformerLayer, hidden_states: torch.Tensor, *a: Any, **k: Any) -> Any:
+        rows = list(ROWS)
+
+        def save(grad: torch.Tensor) -> None:
+            LAYER_INPUTS.append((self.layer_number, rows, grad[: len(rows), 0].clone()))
+
+        if hidden_states.requires_grad:
+            hidden_states.register_hook(save)
+        return forward(self, hidden_states, *a, **k)
+
+    TransformerLayer.forward = watched
 
 
 def watch_groups() -> None:
