@@ -43,7 +43,7 @@ def test_a3_an_over_long_document_is_left_out_and_counted(tmp_path: Path) -> Non
         for line, text, count in zip(lines, told, met, strict=True)
     )
     refused = train(4, tmp_path / "error", *flags, "--nsp-over-long", "error", check=False)
-    message = "document 0 has 10000 tokens, over --nsp-max-length 8192; 1 of 3 documents are"
+    message = "document 0 of --data-path has 10000 tokens, over --nsp-max-length 8192; 1 of 3"
     assert refused.returncode and refused.output.count(message) == 1
 
 
