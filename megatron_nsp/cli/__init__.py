@@ -12,6 +12,7 @@ from importlib import import_module
 
 COMMANDS = {
     "plan": "plan a batch of sample lengths and say what nesting would gain",
+    "simulate": "compare policies over many batches in a simulated cluster",
     "verify": "check on this machine that nested attention equals plain attention",
 }
 

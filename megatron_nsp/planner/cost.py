@@ -52,6 +52,7 @@ class ModelShape:
         dense_flops_per_token: forward flops of one layer's projections and MLP for one token.
         bytes_per_element: size of an element in an all-to-all.
         output_flops_per_token: forward flops of the output layer for one token.
+        expert_flops_per_token: the part of `dense_flops_per_token` that experts do.
         expert_bytes_per_token: bytes one layer sends to the experts and back for one token.
         expert_degree: ranks of an expert-parallel group.
         stride: GPUs from one rank of the domain to the next: the tensor-parallel size.
@@ -65,6 +66,7 @@ class ModelShape:
     dense_flops_per_token: float
     bytes_per_element: int = 2
     output_flops_per_token: float = 0.0
+    expert_flops_per_token: float = 0.0
     expert_bytes_per_token: float = 0.0
     expert_degree: int = 1
     stride: int = 1
@@ -189,24 +191,38 @@ class CostModel:
     @property
     def node_latency_us(self) -> FloatArray:
         """`[K+1]` what an active node adds to each of its ranks in one pass, all layers."""
-        exchange_us = [
-            2.0 * self._rate(degree).latency_us if degree > 1 else 0.0
+        each_us = [
+            sum(self.phase_latency_us(phase, degree) for phase in Phase)
             for degree in self.tree.degrees
         ]
-        return self.shape.num_layers * (self.profile.latency_us + np.array(exchange_us))
+        return self.shape.num_layers * np.array(each_us)
+
+    def phase_latency_us(self, phase: Phase, degree: int) -> float:
+        """What one phase of an active node costs beyond its work, in one layer."""
+        if phase is Phase.COMPUTE:
+            return self.profile.latency_us
+        return self._rate(degree).latency_us if degree > 1 else 0.0
 
     def dense_us_per_token(self, pass_: Pass) -> float:
         """Time of one token outside attention: projections, MLPs, experts, output layer."""
         shape, fitted = self.shape, self.profile.fitted
         if fitted is not None:
             return _share(fitted, pass_) * fitted.linear_us
-        flops = shape.num_layers * shape.dense_flops_per_token + shape.output_flops_per_token
+        flops = shape.num_layers * (shape.dense_flops_per_token - shape.expert_flops_per_token)
+        flops += shape.output_flops_per_token
         factor = 1.0 if pass_ is Pass.FWD else BWD_DENSE_FACTOR
-        expert_us = 0.0
+        own_us = factor * flops * 1e6 / self.profile.dense_flops_per_s
+        return own_us + self.expert_us_per_token(pass_)
+
+    def expert_us_per_token(self, pass_: Pass) -> float:
+        """The part of it that experts take, with the exchanges there and back."""
+        shape = self.shape
+        factor = 1.0 if pass_ is Pass.FWD else BWD_DENSE_FACTOR
+        each_us = factor * shape.expert_flops_per_token * 1e6 / self.profile.dense_flops_per_s
         if shape.expert_degree > 1:
             rate = self.profile.exchange_rate("experts", shape.expert_degree, shape.stride)
-            expert_us = shape.num_layers * shape.expert_bytes_per_token * 1e6 / rate.bytes_per_s
-        return factor * flops * 1e6 / self.profile.dense_flops_per_s + expert_us
+            each_us += shape.expert_bytes_per_token * 1e6 / rate.bytes_per_s
+        return shape.num_layers * each_us
 
     def compute_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
         """`[n, K+1]` attention kernel time of each sample at each degree, all layers."""

@@ -104,6 +104,7 @@ class Model:
         parameters = self.attention_parameters
         parameters += self.num_matrices * self.hidden * self.active_width
         parameters += self.num_experts * self.hidden  # the router
+        routed = self.mlp_parameters * self.top_k if self.num_experts else 0
         # There and back, once for each expert of the token.
         expert_bytes = 2.0 * self.top_k * self.hidden * bytes_per_element
         return ModelShape(
@@ -115,6 +116,7 @@ class Model:
             dense_flops_per_token=2.0 * parameters / tensor_parallel,
             bytes_per_element=bytes_per_element,
             output_flops_per_token=2.0 * self.vocab_size * self.hidden / tensor_parallel,
+            expert_flops_per_token=2.0 * routed / tensor_parallel,
             expert_bytes_per_token=expert_bytes * (1 - 1 / expert_parallel) / tensor_parallel,
             expert_degree=expert_parallel,
             stride=tensor_parallel,

@@ -1,0 +1,188 @@
+"""`megatron-nsp simulate`: what nesting would gain over other policies, on a laptop."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from megatron_nsp.cli import setting
+from megatron_nsp.plan import IntArray
+from megatron_nsp.planner import known_model, policy_names
+from megatron_nsp.planner.cost import CostModel
+from megatron_nsp.planner.lengths import draw_batch, load_lengths
+from megatron_nsp.simulator.compare import Comparison, Setting, Trial, compare, run_trials
+from megatron_nsp.simulator.iteration import RECOMPUTE_POLICIES, IterationSettings
+from megatron_nsp.simulator.sharding import sharding_us
+
+_ALIASES = ("leaves", "root", "dp", "search")
+_DEFAULT_POLICIES = "all"
+_RECOMPUTED = {"none": "none", "selective": "attention", "full": "full"}
+"""How the memory flags call what the simulator recomputes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of the command."""
+    setting.add_arguments(parser)
+    parser.add_argument("--batches", type=int, default=10, help="batches to draw (%(default)s)")
+    parser.add_argument(
+        "--policies",
+        default=_DEFAULT_POLICIES,
+        metavar="all|A,B",
+        help="policies beside every static degree (%(default)s)",
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, help="passes of a step; without it as many as are needed"
+    )
+    parser.add_argument("--no-overlap", action="store_true", help="finish a node before the next")
+    parser.add_argument(
+        "--save-gb",
+        type=float,
+        default=0.0,
+        help="attention outputs kept instead of recomputed, 10^9 bytes a rank (%(default)s)",
+    )
+    parser.add_argument(
+        "--no-sharding", action="store_true", help="parameters of a --model are not sharded"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws, plans, simulates and prints.
+
+    Raises:
+        ValueError: one line naming the flag and both numbers.
+    """
+    setting.check_ranges(args)
+    for name, least in (("batches", 1), ("micro_batches", 1), ("save_gb", 0)):
+        value = getattr(args, name)
+        if value is not None and not least <= value <= 2**20:
+            raise ValueError(f"--{name.replace('_', '-')} must be {least} to {2**20}, got {value}")
+    cost = setting.cost_model(args)
+    batches = draw_batches(args)
+    policies = chosen_policies(args.policies, cost)
+    rules = _setting(args, cost, batches)
+    trials: list[Trial] = []
+    total = len(batches) * sum(map(rules.can_hold, policies))
+    for trial in run_trials(batches, policies, rules):
+        trials.append(trial)
+        _progress(len(trials), total)
+    comparison = compare(trials, policies, rules)
+    if args.json:
+        print(json.dumps(report(comparison, cost, batches, rules)))
+    else:
+        print(render(comparison, cost, batches, rules))
+    return 0
+
+
+def draw_batches(args: argparse.Namespace) -> list[IntArray]:
+    """The batches; each has a seed of its own.
+
+    Raises:
+        ValueError: the lengths cannot be read, or there are too few.
+    """
+    source = load_lengths(args.lengths)
+    return [
+        draw_batch(source, args.batch_tokens, args.max_len, args.seed + number).lengths
+        for number in range(args.batches)
+    ]
+
+
+def chosen_policies(text: str, cost: CostModel) -> list[str]:
+    """Every static degree and the policies named.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    known = policy_names(cost.tree)
+    static = [name for name in known if name.startswith("static-")]
+    if text == "all":
+        return [name for name in known if name not in _ALIASES]
+    named = text.split(",")
+    for name in named:
+        if name not in known:
+            raise ValueError(f"--policies: no policy {name}, only all, {', '.join(known)}")
+    return list(dict.fromkeys([*static, *named]))
+
+
+def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray]) -> Setting:
+    gather_us, scatter_us = 0.0, 0.0
+    if args.model is not None and not args.no_sharding and cost.profile.fitted is None:
+        model = known_model(args.model)
+        gather_us, scatter_us = sharding_us(model, cost.profile, args.ranks, args.tp, args.ep)
+    longest = max((int(lengths.max(initial=1)) for lengths in batches), default=1)
+    return Setting(
+        cost=cost,
+        token_budget=setting.budget(args, cost.profile),
+        num_micro_batches=args.micro_batches,
+        longest=max(args.max_len or 1, longest),
+        iteration=IterationSettings(
+            overlap=not args.no_overlap,
+            recompute=_RECOMPUTED[args.recompute] if args.model else RECOMPUTE_POLICIES[0],
+            gather_us=gather_us,
+            scatter_us=scatter_us,
+        ),
+        save_bytes=args.save_gb * 1e9,
+    )
+
+
+def _progress(done: int, total: int) -> None:
+    """A bar on standard error, where a person looks at it."""
+    if sys.stderr.isatty():
+        filled = 40 * done // total
+        end = "\n" if done == total else ""
+        bar = "#" * filled + "." * (40 - filled)
+        print(f"\r[{bar}] {done}/{total}", end=end, file=sys.stderr, flush=True)
+
+
+def report(
+    comparison: Comparison, cost: CostModel, batches: list[IntArray], rules: Setting
+) -> dict[str, Any]:
+    """Everything as JSON values."""
+    return {
+        "profile": cost.profile.name,
+        "is_estimate": cost.profile.is_estimate,
+        "ranks": cost.tree.num_ranks,
+        "degrees": list(cost.tree.degrees),
+        "token_budget": rules.token_budget,
+        "batches": [{"samples": len(lengths), "tokens": int(lengths.sum())} for lengths in batches],
+        "reference": comparison.reference,
+        "policies": {
+            row.policy: {
+                "step_us": row.step_us.tolist(),
+                "speedup": row.speedup.tolist(),
+                "shares": dict(row.shares),
+            }
+            for row in comparison.rows
+        },
+        "failed": dict(comparison.failed),
+    }
+
+
+def render(comparison: Comparison, cost: CostModel, batches: list[IntArray], rules: Setting) -> str:
+    """The comparison as text for a person."""
+    tokens = np.array([int(lengths.sum()) for lengths in batches])
+    kind = "an estimate" if cost.profile.is_estimate else "measured"
+    budget = "no token budget" if rules.token_budget is None else f"budget {rules.token_budget:,}"
+    lines = [
+        f"simulated {len(batches)} batches of {tokens.mean():,.0f} tokens on {cost.tree.num_ranks} "
+        f"ranks, degrees to {cost.tree.max_degree}, {budget}",
+        f"profile   {cost.profile.name} ({kind}): predictions, not measurements",
+        "",
+        f"{'policy':<20} {'step ms':>10} {'speed-up over ' + comparison.reference:>32}"
+        f"   {'share of the step, %':<30}",
+        f"{'':<20} {'mean':>10} {'mean':>14} {'worst':>8} {'best':>8}   "
+        f"{'work':>6} {'redone':>7} {'comm':>6} {'waits':>6} {'shard':>6}",
+    ]
+    for row in comparison.rows:
+        share = {part: 100 * value for part, value in row.shares.items()}
+        lines.append(
+            f"{row.policy:<20} {row.step_us.mean() / 1e3:>10,.1f} {row.speedup.mean():>14.3f} "
+            f"{row.speedup.min():>8.3f} {row.speedup.max():>8.3f}   "
+            f"{share['attention'] + share['dense']:>6.1f} {share['recompute']:>7.1f} "
+            f"{share['exposed']:>6.1f} {share['waited'] + share['idle']:>6.1f} "
+            f"{share['sharding'] + share['bias']:>6.1f}"
+        )
+    lines += [f"{name:<20} left out: {why}" for name, why in comparison.failed.items()]
+    return "\n".join(lines)

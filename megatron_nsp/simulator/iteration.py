@@ -1,0 +1,220 @@
+"""A whole step on all ranks: layers, both passes, recomputation, sharded parameters, micro-batches.
+
+    forward   for each layer:  attention, dense work (experts, MLP, projections)
+    backward  for each layer, last first:  what is recomputed, dense work, attention
+
+With sharded parameters (FSDP) each layer's are gathered by all ranks while the layer before runs,
+and its gradients scattered while the next one does, on a queue of their own. Exchanges with experts
+start when the last rank of the expert-parallel group arrives. Traffic of different kinds is taken
+not to slow each other down.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_nsp.plan import Plan
+from megatron_nsp.planner.cost import CostModel
+from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.schedule import Pass
+from megatron_nsp.simulator.attention import Clocks, run_attention
+from megatron_nsp.simulator.marks import SavedNodes
+from megatron_nsp.simulator.network import ActivePaths, BoolArray, active_paths
+
+RECOMPUTE_POLICIES = ("none", "attention", "full")
+
+
+@dataclass(frozen=True)
+class IterationSettings:
+    """How a step is executed.
+
+    Attributes:
+        overlap: stream communication under compute.
+        recompute: 'none', 'attention' (core attention) or 'full' (whole layers) in backward.
+        saved: nodes whose attention is not recomputed.
+        gather_us: time in which all ranks gather one layer's parameters; 0 = not sharded.
+        scatter_us: time in which they scatter its gradients.
+    """
+
+    overlap: bool = True
+    recompute: str = "none"
+    saved: SavedNodes = field(default_factory=lambda: SavedNodes(frozenset(), 0.0))
+    gather_us: float = 0.0
+    scatter_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuses policies that do not exist.
+
+        Raises:
+            ValueError: names the policies.
+        """
+        if self.recompute not in RECOMPUTE_POLICIES:
+            raise ValueError(
+                f"recompute must be one of {', '.join(RECOMPUTE_POLICIES)}, got {self.recompute}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Breakdown:
+    """Where a step's time goes, `[P]` microseconds of each rank; they add up to `step_us`.
+
+    Attributes:
+        step_us: time of the step.
+        attention_us: attention kernels.
+        dense_us: projections, MLPs, experts and their exchanges.
+        recompute_us: both of these once more in backward.
+        exposed_us: sequence-parallel exchanges that nothing ran beside.
+        waited_us: waiting for other ranks in exchanges, of experts too.
+        sharding_us: waiting for parameters or for gradients to be scattered.
+        bias_us: what the profile adds for every micro-batch.
+        idle_us: waiting for the slowest rank at the end of the step.
+    """
+
+    step_us: float
+    attention_us: FloatArray
+    dense_us: FloatArray
+    recompute_us: FloatArray
+    exposed_us: FloatArray
+    waited_us: FloatArray
+    sharding_us: FloatArray
+    bias_us: FloatArray
+    idle_us: FloatArray
+
+    def shares(self) -> dict[str, float]:
+        """Mean over ranks of each part, as a share of the step."""
+        parts = ("attention", "dense", "recompute", "exposed", "waited", "sharding", "bias", "idle")
+        return {
+            name: float(getattr(self, f"{name}_us").mean()) / max(self.step_us, 1e-12)
+            for name in parts
+        }
+
+
+def simulate_plan(
+    plan: Plan, cost: CostModel, settings: IterationSettings | None = None
+) -> Breakdown:
+    """Simulates one step.
+
+    Args:
+        plan: the plan.
+        cost: the cost model, of the same tree.
+        settings: how it is executed.
+    """
+    run = _Run(plan, cost, settings or IterationSettings())
+    for micro_batch in range(plan.num_micro_batches):
+        run.micro_batch(micro_batch)
+    return run.breakdown()
+
+
+class _Run:
+    """The clocks and sums of one simulation."""
+
+    def __init__(self, plan: Plan, cost: CostModel, settings: IterationSettings) -> None:
+        self.plan, self.cost, self.settings = plan, cost, settings
+        zeros = np.zeros(plan.tree.num_ranks)
+        self.clocks = Clocks(zeros.copy(), zeros.copy())
+        self.attention_us, self.dense_us, self.recompute_us = (zeros.copy() for _ in range(3))
+        self.sharding_us, self.expert_wait_us, self.bias_us = (zeros.copy() for _ in range(3))
+        self.sharding_free_us = 0.0
+
+    def micro_batch(self, number: int) -> None:
+        """Forward and backward of one micro-batch."""
+        paths = active_paths(self.plan, number, self.cost)
+        recomputed = self._recomputed(paths, number)
+        layers = self.cost.shape.num_layers
+        for pass_ in Pass:
+            gathered_us = self._start_gather()
+            for layer in range(layers):
+                self._wait_for_sharding(gathered_us)
+                if layer + 1 < layers:
+                    gathered_us = self._start_gather()
+                if pass_ is Pass.FWD:
+                    self._attention(paths, pass_)
+                    self._dense(paths, pass_)
+                else:
+                    self._recompute(paths, recomputed)
+                    self._dense(paths, pass_)
+                    self._attention(paths, pass_)
+                    self._start_scatter()
+        self.clocks.compute_us = self.clocks.compute_us + self.cost.profile.bias_us
+        self.bias_us += self.cost.profile.bias_us
+        self._wait_for_sharding(self.sharding_free_us)
+
+    def _recomputed(self, paths: ActivePaths, micro_batch: int) -> BoolArray:
+        """`[N, P]` the nodes whose attention runs again in backward."""
+        saved = self.settings.saved.nodes
+        is_saved = np.array(
+            [(micro_batch, node) in saved for node in self.plan.tree.nodes()], dtype=bool
+        )
+        if self.settings.recompute == "none":
+            return np.zeros_like(paths.is_active)
+        recomputed: BoolArray = paths.is_active & ~is_saved[paths.node]
+        return recomputed
+
+    def _attention(self, paths: ActivePaths, pass_: Pass) -> None:
+        self.attention_us += run_attention(paths, pass_, self.clocks, self.settings.overlap)
+
+    def _dense(self, paths: ActivePaths, pass_: Pass) -> None:
+        self.dense_us += self._run_dense(paths, pass_)
+
+    def _run_dense(self, paths: ActivePaths, pass_: Pass) -> FloatArray:
+        """Dense work of one layer.
+
+        Ranks that share experts wait for one another, then do an equal part of all their tokens'
+        expert work: the router is taken to spread tokens evenly.
+        """
+        layers, group = self.cost.shape.num_layers, self.cost.shape.expert_degree
+        expert_us = self.cost.expert_us_per_token(pass_) / layers
+        own_us = self.cost.dense_us_per_token(pass_) / layers - expert_us
+        self.clocks.compute_us = self.clocks.compute_us + paths.tokens * own_us
+        together: FloatArray = paths.tokens.reshape(-1, group).mean(axis=1, dtype=np.float64)
+        if group > 1 and expert_us > 0:
+            arrived_us: FloatArray = self.clocks.compute_us.reshape(-1, group).max(axis=1)
+            together_us: FloatArray = np.repeat(arrived_us, group)
+            self.expert_wait_us += together_us - self.clocks.compute_us
+            self.clocks.compute_us = together_us
+        shared_us: FloatArray = np.repeat(together, group) * expert_us
+        self.clocks.compute_us = self.clocks.compute_us + shared_us
+        return paths.tokens * own_us + shared_us
+
+    def _recompute(self, paths: ActivePaths, recomputed: BoolArray) -> None:
+        if self.settings.recompute == "none":
+            return
+        busy_us = run_attention(
+            paths, Pass.FWD, self.clocks, self.settings.overlap, runs=recomputed
+        )
+        if self.settings.recompute == "full":
+            busy_us = busy_us + self._run_dense(paths, Pass.FWD)
+        self.recompute_us += busy_us
+
+    def _start_gather(self) -> float:
+        """Gathers the next layer's parameters; returns when they are there."""
+        return self._run_sharding(self.settings.gather_us)
+
+    def _start_scatter(self) -> None:
+        self._run_sharding(self.settings.scatter_us)
+
+    def _run_sharding(self, took_us: float) -> float:
+        if took_us > 0:
+            started_us = max(float(self.clocks.compute_us.max()), self.sharding_free_us)
+            self.sharding_free_us = started_us + took_us
+        return self.sharding_free_us
+
+    def _wait_for_sharding(self, until_us: float) -> None:
+        idle_us = np.maximum(until_us - self.clocks.compute_us, 0.0)
+        self.sharding_us += idle_us
+        self.clocks.compute_us = self.clocks.compute_us + idle_us
+
+    def breakdown(self) -> Breakdown:
+        """The sums, once the last micro-batch has run."""
+        step_us = float(self.clocks.compute_us.max())
+        return Breakdown(
+            step_us=step_us,
+            attention_us=self.attention_us,
+            dense_us=self.dense_us,
+            recompute_us=self.recompute_us,
+            exposed_us=self.clocks.exposed_us,
+            waited_us=self.clocks.waited_us + self.expert_wait_us,
+            sharding_us=self.sharding_us,
+            bias_us=self.bias_us,
+            idle_us=step_us - self.clocks.compute_us,
+        )

@@ -1,0 +1,337 @@
+"""Pure tests of the simulator: against an event loop over every rank's own list of steps."""
+
+import dataclasses
+import json
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+
+from megatron_nsp.cli import main
+from megatron_nsp.plan import Plan
+from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
+from megatron_nsp.planner.profile import AttentionRate
+from megatron_nsp.schedule import Pass, Phase, Queue, Step, build_schedule
+from megatron_nsp.simulator import IterationSettings, mark_saved, simulate_plan
+from megatron_nsp.simulator.marks import saved_bytes_per_token
+from megatron_nsp.simulator.network import active_paths
+from megatron_nsp.simulator.sharding import sharding_us
+from megatron_nsp.testing.random_plans import random_plan
+from megatron_nsp.tree import Node, SPTree
+from tests.unit.planner_cases import SMALL, cluster, workstation
+
+
+def node_phase_us(plan: Plan, m: int, cost: CostModel, step: Step) -> float:
+    """Time of one step of one node in one layer, written from the cost model's parts."""
+    node, degree = step.node, plan.tree.degree(step.node)
+    column = plan.tree.degrees.index(degree)
+    lengths = plan.lengths[plan.samples_of(node, m)]
+    if step.phase is Phase.COMPUTE:
+        work_us = float(cost.compute_us(lengths, step.pass_)[:, column].sum())
+    else:
+        work_us = float(lengths.sum()) * cost.exchange_us_per_token(step.pass_, step.phase)[column]
+    exchanges = degree > 1 or step.phase is Phase.COMPUTE
+    latency_us = cost.profile.latency_us if exchanges else 0.0
+    return work_us / cost.shape.num_layers + latency_us
+
+
+def run_pass(
+    plan: Plan, m: int, cost: CostModel, pass_: Pass, clocks: list[list[float]], **how: object
+) -> None:
+    """One pass of one layer; `clocks[rank]` is when compute and communication are free."""
+    runs, overlap = how["runs"], bool(how["overlap"])
+    started = [clock[0] for clock in clocks]
+    queues, ended = {}, {}
+    for rank in range(plan.tree.num_ranks):
+        path = [node for node in plan.active_path(rank, m) if runs is None or node in runs]
+        for step in build_schedule(path, pass_, overlap):
+            queues.setdefault((rank, step.queue), deque()).append(step)
+    serial_ready = list(started)
+
+    def ready(rank: int, step: Step) -> float | None:
+        """When the rank could start the step; None while it does not know."""
+        if step.phase is Phase.PROLOGUE:
+            return started[rank] if overlap else serial_ready[rank]
+        before = Phase.PROLOGUE if step.phase is Phase.COMPUTE else Phase.COMPUTE
+        return ended.get((rank, step.node, before))
+
+    while any(queues.values()):
+        moved = False
+        for (rank, queue), steps in queues.items():
+            if not steps:
+                continue
+            step = steps[0]
+            degree = plan.tree.degree(step.node)
+            members = plan.tree.ranks(step.node) if queue is Queue.COMMUNICATION else [rank]
+            if not overlap and step.phase is Phase.PROLOGUE:
+                # Serial: a node starts once the one before it has ended on every member.
+                path = [n for n in plan.active_path(rank, m) if runs is None or n in runs]
+                place = path.index(step.node)
+                if place and any(
+                    (member, path[place - 1], Phase.EPILOGUE) not in ended for member in members
+                ):
+                    continue
+                for member in members:
+                    if place:
+                        last = ended[member, path[place - 1], Phase.EPILOGUE]
+                        serial_ready[member] = max(serial_ready[member], last)
+            at_head = all(queues[r, queue] and queues[r, queue][0] == step for r in members)
+            if not at_head:
+                continue
+            times = [ready(member, step) for member in members]
+            if None in times:
+                continue
+            moved = True
+            if queue is Queue.COMPUTE:
+                start = max(times[0], clocks[rank][0])
+                clocks[rank][0] = start + node_phase_us(plan, m, cost, step)
+                ended[rank, step.node, step.phase] = clocks[rank][0]
+            elif degree == 1:
+                ended[rank, step.node, step.phase] = times[0]
+            else:
+                start = max(max(t, clocks[r][1]) for t, r in zip(times, members, strict=True))
+                end = start + node_phase_us(plan, m, cost, step)
+                for member in members:
+                    clocks[member][1] = end
+                    ended[member, step.node, step.phase] = end
+            for member in members:
+                queues[member, queue].popleft()
+        assert moved, "the lists of steps lock each other up"
+    for (rank, _, phase), end in ended.items():
+        if phase is Phase.EPILOGUE:
+            clocks[rank][0] = max(clocks[rank][0], end)
+
+
+def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> float:
+    """The step, with plain numbers and loops."""
+    num_ranks, layers = plan.tree.num_ranks, cost.shape.num_layers
+    clocks = [[0.0, 0.0] for _ in range(num_ranks)]
+    sharding_free = 0.0
+    group = cost.shape.expert_degree
+
+    def dense(m: int, pass_: Pass) -> None:
+        tokens = plan.token_load(m)
+        expert_us = cost.expert_us_per_token(pass_) / layers
+        own_us = cost.dense_us_per_token(pass_) / layers - expert_us
+        for rank in range(num_ranks):
+            clocks[rank][0] += own_us * tokens[rank]
+        for first in range(0, num_ranks, group):
+            block = range(first, first + group)
+            if group > 1 and expert_us:
+                latest = max(clocks[rank][0] for rank in block)
+                for rank in block:
+                    clocks[rank][0] = latest
+            for rank in block:
+                clocks[rank][0] += expert_us * sum(tokens[r] for r in block) / group
+
+    def shard(took: float) -> float:
+        nonlocal sharding_free
+        if took:
+            sharding_free = max(sharding_free, *(clock[0] for clock in clocks)) + took
+        return sharding_free
+
+    for m in range(plan.num_micro_batches):
+        redone = {node for node in plan.active_nodes(m) if (m, node) not in settings.saved.nodes}
+        for pass_ in Pass:
+            gathered = shard(settings.gather_us)
+            for layer in range(layers):
+                for clock in clocks:
+                    clock[0] = max(clock[0], gathered)
+                if layer + 1 < layers:
+                    gathered = shard(settings.gather_us)
+                how = {"overlap": settings.overlap, "runs": None}
+                if pass_ is Pass.FWD:
+                    run_pass(plan, m, cost, pass_, clocks, **how)
+                    dense(m, pass_)
+                    continue
+                if settings.recompute != "none":
+                    redo = {**how, "runs": redone}
+                    run_pass(plan, m, cost, Pass.FWD, clocks, **redo)
+                if settings.recompute == "full":
+                    dense(m, Pass.FWD)
+                dense(m, pass_)
+                run_pass(plan, m, cost, pass_, clocks, **how)
+                shard(settings.scatter_us)
+        for clock in clocks:
+            clock[0] = max(clock[0] + cost.profile.bias_us, sharding_free)
+    return max(clock[0] for clock in clocks)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    cost = workstation(12, (1, 3, 6, 12)) if seed % 2 else cluster(8, 8)
+    shape = dataclasses.replace(
+        cost.shape,
+        num_layers=rng.choice((1, 3)),
+        expert_degree=rng.choice((1, 2, 4)),
+        expert_flops_per_token=cost.shape.dense_flops_per_token / 2,
+        expert_bytes_per_token=64.0,
+    )
+    cost = dataclasses.replace(cost, shape=shape)
+    lengths = [int(30_000 ** rng.random()) for _ in range(rng.randint(1, 14))]
+    plan = random_plan(rng, cost.tree, lengths)
+    if seed % 3 == 0:
+        plan = plan_batch(lengths, cost.tree, cost, num_micro_batches=2).plan
+    settings = IterationSettings(
+        overlap=bool(rng.getrandbits(1)),
+        recompute=rng.choice(("none", "attention", "full")),
+        saved=mark_saved(plan, shape, rng.choice((0.0, 1e6, 1e12))),
+        gather_us=rng.choice((0.0, 300.0)),
+        scatter_us=rng.choice((0.0, 500.0)),
+    )
+    found = simulate_plan(plan, cost, settings)
+    assert found.step_us == pytest.approx(event_loop_us(plan, cost, settings), rel=1e-12)
+
+
+def test_the_parts_of_a_step_add_up_on_every_rank() -> None:
+    cost = cluster(16, 8)
+    plan = random_plan(random.Random(2), cost.tree, [9000, 30, 4000, 12000, 700, 5000])
+    settings = IterationSettings(recompute="full", gather_us=200.0, scatter_us=300.0)
+    found = simulate_plan(plan, cost, settings)
+    parts = ("attention", "dense", "recompute", "exposed", "waited", "sharding", "bias", "idle")
+    total = sum(getattr(found, f"{part}_us") for part in parts)
+    np.testing.assert_allclose(total, found.step_us, rtol=1e-9)
+    assert sum(found.shares().values()) == pytest.approx(1.0)
+
+
+def test_streaming_is_never_slower_for_one_path_and_hides_communication() -> None:
+    tree = SPTree(8, (1, 2, 4, 8))
+    cost = dataclasses.replace(cluster(8, 8), tree=tree)
+    nodes = [tree.node(8, 0), *(tree.node(1, rank) for rank in range(8))]
+    plan = Plan.from_nodes(tree, [64_000] + [8_000] * 8, nodes)
+    serial = simulate_plan(plan, cost, IterationSettings(overlap=False))
+    streamed = simulate_plan(plan, cost, IterationSettings(overlap=True))
+    assert streamed.step_us < serial.step_us
+    assert streamed.exposed_us.sum() < 0.7 * serial.exposed_us.sum()
+
+
+def test_without_nesting_the_step_is_the_planner_s_prediction() -> None:
+    cost = cluster(8, 8)
+    for degree, count in ((8, 1), (1, 8)):
+        nodes = [cost.tree.node(degree, index) for index in range(count)]
+        plan = Plan.from_nodes(cost.tree, [8000] * count, nodes)
+        assert simulate_plan(plan, cost).step_us == pytest.approx(cost.score(plan).load_us)
+
+
+def test_saving_more_recomputes_less_and_budgets_hold_on_every_rank() -> None:
+    cost = cluster(16, 8)
+    plan = random_plan(random.Random(4), cost.tree, [9000, 30, 4000, 12000, 700, 5000, 60])
+    per_token = saved_bytes_per_token(cost.shape)
+    before = float("inf")
+    for budget in (0.0, 1500.0 * per_token, 4000.0 * per_token, 1e15):
+        marks = mark_saved(plan, cost.shape, budget)
+        assert marks.rank_bytes <= budget
+        settings = IterationSettings(recompute="attention", saved=marks)
+        redone = float(simulate_plan(plan, cost, settings).recompute_us.sum())
+        assert redone <= before
+        before = redone
+    assert before == 0.0
+
+
+def test_ranks_that_hold_nothing_do_not_hold_others_up() -> None:
+    tree = SPTree(4, (1, 2, 4))
+    cost = dataclasses.replace(workstation(4, (1, 2, 4)), tree=tree)
+    plan = Plan.from_nodes(tree, [500], [tree.node(2, 1)])
+    found = simulate_plan(plan, cost)
+    assert found.attention_us[:2].tolist() == [0.0, 0.0] and found.idle_us[0] == found.step_us - (
+        cost.profile.bias_us
+    )
+    assert simulate_plan(Plan.from_nodes(tree, [], []), cost).step_us == cost.profile.bias_us
+
+
+def test_every_rank_s_schedule_is_the_longest_path_s_without_what_it_lacks() -> None:
+    tree = SPTree(8, (1, 2, 4, 8))
+    plan = random_plan(random.Random(9), tree, [50, 60, 70, 80, 90, 4, 5, 6])
+    paths = active_paths(plan, 0, dataclasses.replace(cluster(8, 8), tree=tree))
+    rows = [Node(row, 0) for row in range(paths.num_rows)]
+    whole = build_schedule(rows, Pass.FWD, overlap=True)
+    for rank in range(8):
+        own = build_schedule(plan.active_path(rank, 0), Pass.FWD, overlap=True)
+        active = plan.active_path(rank, 0)
+        kept = [step for step in whole if step.node.depth < len(active)]
+        assert [(active[s.node.depth], s.phase) for s in kept] == [(s.node, s.phase) for s in own]
+
+
+def test_gathering_parameters_takes_what_the_slower_link_allows() -> None:
+    model, profile = known_model("qwen3-30b-a3b"), load_profile("h200-ib")
+    shared = model.shared_parameters / 48
+    experts = model.expert_parameters / 48 / 8
+    gather_us, scatter_us = sharding_us(model, profile, 64, expert_parallel=8)
+    own_port = experts * 7 / 8 / 45e9
+    all_ports = shared * max(56 / 64 / (8 * 45e9), 63 / 64 / 350e9)
+    assert gather_us == pytest.approx(2e6 * (own_port + all_ports))
+    assert scatter_us == 2 * gather_us
+    assert sharding_us(model, profile, 8)[0] == pytest.approx(
+        2e6 * model.num_parameters / 48 * 7 / 8 / 350e9
+    )
+
+
+def test_attention_is_timed_by_its_length() -> None:
+    rates = {1: AttentionRate(1e9, 1e9), 1000: AttentionRate(4e9, 4e9)}
+    profile = dataclasses.replace(load_profile("cpu-gloo"), attention=rates)
+    cost = CostModel(profile, SMALL, SPTree(1, (1,)))
+    short, long = (
+        float(simulate_plan(Plan.from_nodes(cost.tree, [n], [Node(0, 0)]), cost).attention_us[0])
+        for n in (1, 1000)
+    )
+    launches = 2 * SMALL.num_layers * profile.latency_us
+    assert (long - launches) / (short - launches) == pytest.approx(1e6 / 4)
+
+
+def test_unknown_recomputation_is_refused() -> None:
+    with pytest.raises(ValueError, match="recompute must be one of none, attention, full, got all"):
+        IterationSettings(recompute="all")
+
+
+def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "simulate --lengths paper-mix --ranks 16 --model qwen3-30b-a3b --ep 8 --batches 2 --json"
+    )
+    words += " --batches 2 --batch-tokens 300K --max-len 64K --profile h200-ib --memory-gb 100"
+    words += " --offload-optimizer --save-gb 1 --policies two-level,auto"
+    assert main(words.split()) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data == run_json(words, capsys)
+    rows, reference = data["policies"], data["reference"]
+    assert {"auto", "two-level", reference} <= set(rows) and len(data["batches"]) == 2
+    assert rows[reference]["speedup"] == [1.0, 1.0]
+    for row in rows.values():
+        ratio = np.array(rows[reference]["step_us"]) / np.array(row["step_us"])
+        np.testing.assert_allclose(row["speedup"], ratio)
+        assert sum(row["shares"].values()) == pytest.approx(1.0)
+    best = min(row["step_us"] for name, row in rows.items() if name.startswith("static"))
+    assert sum(best) >= sum(rows[reference]["step_us"])
+    assert all("does not fit the token budget" in why for why in data["failed"].values())
+    assert main(words.replace("--json ", "").split()) == 0
+    text = capsys.readouterr().out
+    assert "predictions, not measurements" in text and f"speed-up over {reference}" in text
+
+
+def run_json(words: str, capsys: pytest.CaptureFixture[str]) -> dict:
+    """What the command prints as JSON."""
+    assert main(words.split()) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batches 0", "--batches must be 1 to 1048576, got 0"),
+        ("--micro-batches 0", "--micro-batches must be 1 to 1048576, got 0"),
+        ("--save-gb nan", "--save-gb must be 0 to 1048576, got nan"),
+        ("--policies auto,best", "--policies: no policy best, only all, auto, search"),
+        ("--token-budget 100 --max-len 1000", "no static degree can plan every batch: static-1"),
+        ("--max-len x", "argument --max-len: takes tokens such as 4096, 192K or 2M, got x"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    try:
+        status = main(["simulate", "--lengths", "900,50", "--ranks", "4", *words.split()])
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert status == 2 and message in printed.err and "Traceback" not in printed.err
