@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "profile": "measure this machine, or the GPUs and network of a torchrun job",
     "plan": "plan a batch of sample lengths and say what nesting would gain",
     "simulate": "compare policies over many batches in a simulated cluster",
     "verify": "check on this machine that nested attention equals plain attention",

@@ -1,0 +1,282 @@
+"""Measures a machine: what the ranks that are running do, as a profile for the planner.
+
+All ranks measure at the same time, as they work at the same time in training. What is measured:
+
+    attention   the kernel at several lengths, forward and backward, as many samples as make up one
+                stream of tokens
+    dense       norms, projections and MLP of one layer, forward and backward, as autograd runs them
+    exchanges   all-to-alls in all nodes of a degree at once, at several sizes; a line is fitted
+    launches    the kernel on one token: the latency of a phase
+    bias        gradients of all layers summed over the ranks, and an Adam step
+
+Each time is the median of repeats; of the ranks, the slowest counts for exchanges and the median
+for work. How far the fitted lines are from what they were fitted to is kept in the profile.
+"""
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_nsp.groups import NestedGroups
+from megatron_nsp.kernels import AttentionKernel, AttentionMask, SampleBounds
+from megatron_nsp.planner.cost import BWD_ATTENTION_FACTOR, BWD_DENSE_FACTOR
+from megatron_nsp.planner.models import Model
+from megatron_nsp.planner.profile import AttentionRate, ExchangeRate, Profile
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        seconds: least time for each measurement.
+        lengths: sample lengths at which attention is measured, ascending.
+        stream_tokens: tokens of a stream; longer samples make it longer.
+        exchange_bytes: bytes that a rank sends in an exchange.
+    """
+
+    seconds: float
+    lengths: tuple[int, ...]
+    stream_tokens: int
+    exchange_bytes: tuple[int, ...]
+
+
+CPU_EFFORT = Effort(0.3, (16, 64, 256, 1024, 4096), 2048, (1 << 12, 1 << 16, 1 << 19, 1 << 22))
+GPU_EFFORT = Effort(
+    0.3,
+    (128, 512, 2048, 8192, 32768, 131072),
+    32768,
+    (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
+)
+
+
+class _DenseLayer(nn.Module):
+    """What a layer does outside attention, for timing alone."""
+
+    def __init__(self, model: Model, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        how: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
+        width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        self.norms = nn.ModuleList(
+            nn.RMSNorm(model.hidden, dtype=dtype, device=device) for _ in range(2)
+        )
+        self.qkv = nn.Linear(model.hidden, width, **how)
+        self.out = nn.Linear(model.num_heads * model.head_dim, model.hidden, **how)
+        self.up = nn.Linear(model.hidden, (2 if model.is_gated else 1) * model.active_width, **how)
+        self.down = nn.Linear(model.active_width, model.hidden, **how)
+        self.is_gated, self.attended = model.is_gated, model.num_heads * model.head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self.qkv(self.norms[0](x))[..., : self.attended])
+        hidden = self.up(self.norms[1](x))
+        if self.is_gated:
+            gate, value = hidden.chunk(2, dim=-1)
+            hidden = nn.functional.silu(gate) * value
+        else:
+            hidden = nn.functional.gelu(hidden)
+        result: Tensor = x + self.down(hidden)
+        return result
+
+
+class Profiler:
+    """Measures on one rank; every rank of the job must make the same calls.
+
+    Args:
+        model: the model whose sizes are measured.
+        groups: the tree's groups.
+        kernel: the attention kernel.
+        device: where to measure.
+        dtype: of activations and weights.
+        effort: how much is measured.
+        say: told what is measured next.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        groups: NestedGroups,
+        kernel: AttentionKernel,
+        device: torch.device,
+        dtype: torch.dtype,
+        effort: Effort,
+        say: Say,
+    ) -> None:
+        self.model, self.groups, self.kernel = model, groups, kernel
+        self.device, self.dtype, self.effort, self.say = device, dtype, effort, say
+
+    def measure(self, name: str, provenance: str, ranks_per_host: int) -> Profile:
+        """Everything, as a profile."""
+        attention = self._attention()
+        dense_flops_per_s = self._dense()
+        table, residuals = self._exchanges()
+        latency_us = self._launch_us()
+        rates = [rate.bytes_per_s for rate in table.values()] or [1e9]
+        inside = [rate.bytes_per_s for degree, rate in table.items() if degree <= ranks_per_host]
+        memory = None
+        if self.device.type == "cuda":
+            memory = float(torch.cuda.get_device_properties(self.device).total_memory)
+        return Profile(
+            name=name,
+            is_estimate=False,
+            provenance=provenance,
+            date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            attention=attention,
+            dense_flops_per_s=dense_flops_per_s,
+            intra_bytes_per_s=statistics.median(inside or rates),
+            inter_bytes_per_s=min(rates),
+            ranks_per_host=ranks_per_host,
+            latency_us=latency_us,
+            bias_us=self._bias_us(),
+            exchanges={"ulysses": table} if table else {},
+            memory_bytes=memory,
+            residuals=residuals,
+        )
+
+    def _time(self, work: Callable[[], object]) -> float:
+        """Median seconds of the work; all ranks repeat it equally often."""
+        work()
+        self._synchronise()
+        started = time.perf_counter()
+        work()
+        self._synchronise()
+        once = time.perf_counter() - started
+        repeats = self._agree(max(3, min(50, int(self.effort.seconds / max(once, 1e-9)))))
+        seconds = []
+        for _ in range(repeats):
+            dist.barrier()
+            started = time.perf_counter()
+            work()
+            self._synchronise()
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _agree(self, number: int) -> int:
+        """The least number of any rank."""
+        tensor = torch.tensor([number], device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return int(tensor.item())
+
+    def _over_ranks(self, seconds: float, choose: Callable[[Sequence[float]], float]) -> float:
+        """One number of all ranks' times."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, seconds)
+        return float(choose(gathered))
+
+    def _heads(self, tokens: int, num_heads: int) -> Tensor:
+        shape = (tokens, num_heads, self.model.head_dim)
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+    def _attention(self) -> dict[int, AttentionRate]:
+        model, rates = self.model, {}
+        mask = AttentionMask(model.head_dim**-0.5)
+        for length in self.effort.lengths:
+            self.say(f"attention on samples of {length} tokens")
+            count = max(1, self.effort.stream_tokens // length)
+            samples = SampleBounds(np.arange(count + 1) * length)
+            q, dout = (self._heads(count * length, model.num_heads) for _ in range(2))
+            k, v = (self._heads(count * length, model.num_kv_heads) for _ in range(2))
+            out, lse = self.kernel.forward(q, k, v, samples, mask)
+
+            def fwd(args: tuple = (q, k, v, samples, mask)) -> None:
+                self.kernel.forward(*args)
+
+            def bwd(args: tuple = (dout, q, k, v, out, lse, samples, mask)) -> None:
+                self.kernel.backward(*args)
+
+            flops = 2.0 * length**2 * count * model.num_heads * model.head_dim
+            fwd_s, bwd_s = (self._over_ranks(self._time(w), statistics.median) for w in (fwd, bwd))
+            rates[length] = AttentionRate(flops / fwd_s, BWD_ATTENTION_FACTOR * flops / bwd_s)
+        return rates
+
+    def _dense(self) -> float:
+        self.say("dense work of one layer")
+        model, tokens = self.model, self.effort.stream_tokens
+        layer = _DenseLayer(model, self.dtype, self.device)
+        x = torch.randn(tokens, model.hidden, dtype=self.dtype, device=self.device)
+        x.requires_grad_()
+
+        def both() -> None:
+            layer(x).sum().backward()
+
+        seconds = self._over_ranks(self._time(both), statistics.median)
+        parameters = model.attention_parameters
+        parameters += model.num_matrices * model.hidden * model.active_width
+        return 2.0 * parameters * tokens * (1 + BWD_DENSE_FACTOR) / seconds
+
+    def _exchanges(self) -> tuple[dict[int, ExchangeRate], dict[str, float]]:
+        table, residuals = {}, {}
+        for degree in self.groups.tree.degrees[1:]:
+            depth = self.groups.tree.depth_of(degree)
+            group = self.groups.group(self.groups.tree.node_at(depth, self.groups.rank))
+            seconds = []
+            for sent in self.effort.exchange_bytes:
+                self.say(f"all-to-all among {degree} ranks, {sent} bytes a rank")
+                rows = max(1, sent // (degree - 1))
+                send = torch.zeros(rows * degree, dtype=torch.uint8, device=self.device)
+                received = torch.empty_like(send)
+
+                def exchange(out: Tensor = received, rows: Tensor = send, to: Any = group) -> None:
+                    dist.all_to_all_single(out, rows, group=to)
+
+                seconds.append(self._over_ranks(self._time(exchange), max))
+            rate, residual = fit_line(np.array(self.effort.exchange_bytes), np.array(seconds))
+            table[degree] = rate
+            residuals[f"exchange of degree {degree}"] = residual
+        return table, residuals
+
+    def _launch_us(self) -> float:
+        self.say("launches")
+        model, samples = self.model, SampleBounds(np.array([0, 1]))
+        q = self._heads(1, model.num_heads)
+        k, v = (self._heads(1, model.num_kv_heads) for _ in range(2))
+        mask = AttentionMask(model.head_dim**-0.5)
+
+        def launch() -> None:
+            self.kernel.forward(q, k, v, samples, mask)
+
+        return 1e6 * self._over_ranks(self._time(launch), statistics.median)
+
+    def _bias_us(self) -> float:
+        self.say("gradients and optimizer")
+        layer = _DenseLayer(self.model, self.dtype, self.device)
+        parameters = list(layer.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer = torch.optim.Adam(parameters)
+        flat = torch.zeros(sum(p.numel() for p in parameters), device=self.device)
+
+        def step() -> None:
+            dist.all_reduce(flat)
+            optimizer.step()
+
+        return 1e6 * self.model.num_layers * self._over_ranks(self._time(step), max)
+
+
+def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[ExchangeRate, float]:
+    """The latency and rate that fit times best, relative to each time.
+
+    Returns:
+        The rate, and the root of the mean square of the relative errors.
+    """
+    weights = 1.0 / seconds
+    design = np.stack([weights, sizes * weights], axis=1)
+    fitted, *_ = np.linalg.lstsq(design, np.ones(len(sizes)), rcond=None)
+    latency, slope = float(fitted[0]), float(fitted[1])
+    if latency < 0 or slope <= 0:  # noise: a line through the origin, or the largest size alone
+        latency, slope = 0.0, float(seconds[-1] / sizes[-1])
+    error = (latency + sizes * slope) * weights - 1.0
+    return ExchangeRate(1.0 / slope, latency * 1e6), float(np.sqrt(np.mean(error**2)))
