@@ -13,6 +13,7 @@ from importlib import import_module
 COMMANDS = {
     "profile": "measure this machine, or the GPUs and network of a torchrun job",
     "plan": "plan a batch of sample lengths and say what nesting would gain",
+    "report": "draw a plan or a training log as one HTML page",
     "simulate": "compare policies over many batches in a simulated cluster",
     "verify": "check on this machine that nested attention equals plain attention",
 }

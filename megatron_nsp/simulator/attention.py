@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.schedule import Pass, Phase, build_schedule
 from megatron_nsp.simulator.network import ActivePaths, BoolArray
@@ -47,6 +48,27 @@ class Clocks:
 
 
 @dataclass(frozen=True, eq=False)
+class Event:
+    """One step of all ranks, for drawing: when it ran where, `[P]` each.
+
+    Attributes:
+        pass_: forward or backward.
+        phase: the phase.
+        degree: degree of each rank's node.
+        is_on: whether the rank takes part.
+        started_us: start.
+        ended_us: end.
+    """
+
+    pass_: Pass
+    phase: Phase
+    degree: IntArray
+    is_on: BoolArray
+    started_us: FloatArray
+    ended_us: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
 class Exchange:
     """When an exchange of each rank started and ended, `[P]`."""
 
@@ -60,6 +82,7 @@ def run_attention(
     clocks: Clocks,
     overlap: bool,
     runs: BoolArray | None = None,
+    events: list[Event] | None = None,
 ) -> FloatArray:
     """Runs one pass of attention of one layer, moving the clocks.
 
@@ -69,6 +92,7 @@ def run_attention(
         clocks: the ranks' clocks.
         overlap: stream the phases; otherwise finish a node before the next.
         runs: `[N, P]` which nodes take part; None = all. Equal on all ranks of a node.
+        events: gets an entry for every step that takes time.
 
     Returns:
         `[P]` time each compute queue was busy.
@@ -84,7 +108,8 @@ def run_attention(
     for step in build_schedule(path, pass_, overlap):
         row = step.node.depth
         if step.phase is Phase.PROLOGUE:
-            prologues[row] = _exchange(paths, pass_, step.phase, row, ready_us, is_on, clocks)
+            ran = _exchange(paths, pass_, step.phase, row, ready_us, is_on, clocks)
+            prologues[row] = ran
         elif step.phase is Phase.COMPUTE:
             received = prologues[row]
             _wait_for(clocks, received, is_on[row])
@@ -92,12 +117,16 @@ def run_attention(
             clocks.compute_us = clocks.compute_us + work_us
             busy_us += work_us
             done[row] = clocks.compute_us
+            ran = Exchange(clocks.compute_us - work_us, clocks.compute_us)
         else:
-            sent = _exchange(paths, pass_, step.phase, row, done[row], is_on, clocks)
+            ran = _exchange(paths, pass_, step.phase, row, done[row], is_on, clocks)
             if overlap:
-                epilogues.append((row, sent))
+                epilogues.append((row, ran))
             else:
-                _wait_for(clocks, sent, is_on[row])
+                _wait_for(clocks, ran, is_on[row])
+        if events is not None:
+            times = ran.started_us, ran.ended_us
+            events.append(Event(pass_, step.phase, paths.degree[row], is_on[row], *times))
     for row, sent in epilogues:
         _wait_for(clocks, sent, is_on[row])
     return busy_us
