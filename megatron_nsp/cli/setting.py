@@ -125,8 +125,8 @@ def budget(args: argparse.Namespace, profile: Profile) -> int | None:
             f"--memory-gb {args.memory_gb} gives a token budget, --token-budget "
             f"{args.token_budget} must not be given too"
         )
-    if not args.memory_gb > 0:
-        raise ValueError(f"--memory-gb must be positive, got {args.memory_gb}")
+    if not 0 < args.memory_gb < 1e9:
+        raise ValueError(f"--memory-gb must be positive and finite, got {args.memory_gb}")
     if args.model is None:
         raise ValueError(f"--memory-gb {args.memory_gb} needs --model")
     return token_budget(known_model(args.model), memory_plan(args), args.memory_gb * 1e9)

@@ -10,6 +10,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_nsp.plan import IntArray
+from megatron_nsp.planner.lengths import are_bounds
 
 
 class Documents:
@@ -67,7 +68,7 @@ def _open(prefix: str, flag: str) -> IndexedDataset:
         ) from error
     bounds = np.asarray(data.document_indices, np.int64)
     num_sequences = len(data.sequence_lengths)
-    if len(bounds) < 1 or (np.diff(bounds, prepend=0, append=num_sequences) < 0).any():
+    if not are_bounds(bounds, num_sequences):
         raise ValueError(
             f"{flag} {prefix}: documents of {prefix}.idx reach outside its {num_sequences} "
             "sequences"

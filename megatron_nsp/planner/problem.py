@@ -53,9 +53,11 @@ class PassProblem:
         work_us = float(
             np.cumsum((times.fwd_us + times.bwd_us).max(axis=1, initial=0.0))[-1:].sum()
         )
+        work_us += 2.0 * float(times.latency_us.sum())
         if not work_us * 1000.0 < _MOST_NS:
+            longest = int(times.lengths.max(initial=0))
             raise ValueError(
-                f"{len(times.lengths)} samples, the longest of {int(times.lengths[0])} tokens, are "
+                f"{len(times.lengths)} samples, the longest of {longest} tokens, are "
                 f"too much work to plan: {work_us / 8.64e10:.0f} days, of 52 at most"
             )
         # At least one: a sample that weighs nothing would be piled up with others like it.

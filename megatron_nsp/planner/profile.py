@@ -106,7 +106,8 @@ class Profile:
         known = sorted(self.attention)
         rates = [self.attention[length] for length in known]
         values = [rate.fwd_flops_per_s if is_fwd else rate.bwd_flops_per_s for rate in rates]
-        return np.interp(np.asarray(lengths, dtype=np.float64), known, values)
+        points, table = (np.array(numbers, dtype=np.float64) for numbers in (known, values))
+        return np.interp(np.asarray(lengths, dtype=np.float64), points, table)
 
     def exchange_rate(self, backend: str, degree: int, stride: int = 1) -> ExchangeRate:
         """What an exchange among the ranks of a node does, the part a rank keeps left out.
@@ -156,7 +157,10 @@ class Profile:
             for backend, table in exchanges.items()
         }
         if values.get("fitted") is not None:
-            values["fitted"] = FittedModel(**_checked("fitted.", values["fitted"], FittedModel))
+            fitted = FittedModel(**_checked("fitted.", values["fitted"], FittedModel))
+            if fitted.fwd_share > 1:
+                raise ValueError(f"fitted.fwd_share must be at most 1, got {fitted.fwd_share}")
+            values["fitted"] = fitted
         if not values["attention"]:
             raise ValueError("attention must hold at least one length")
         _mapping("residuals", values.get("residuals", {}))
@@ -213,7 +217,7 @@ def _table[Rate: (AttentionRate, ExchangeRate)](
     """Rates by whole number."""
     table = {}
     for key, entry in _mapping(place, data).items():
-        if not (str(key).isdecimal() and int(key) >= least):
+        if not (str(key).isdecimal() and len(str(key)) < 15 and int(key) >= least):
             raise ValueError(f"{place} is by whole numbers from {least}, got {key}")
         table[int(key)] = cls(**_checked(f"{place}.{key}.", entry, cls))
     return table

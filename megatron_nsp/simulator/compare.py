@@ -173,11 +173,17 @@ def compare(trials: Sequence[Trial], policies: Sequence[str], setting: Setting) 
         )
     reference = min(static, key=lambda name: float(times[name].sum()))
     rows = [
-        Row(name, times[name], times[reference] / times[name], _mean_shares(entries))
+        Row(name, times[name], _ratio(times[reference], times[name]), _mean_shares(entries))
         for name, entries in done.items()
     ]
     rows.sort(key=lambda row: float(row.step_us.sum()))
     return Comparison(reference, tuple(rows), failed)
+
+
+def _ratio(one_us: FloatArray, other_us: FloatArray) -> FloatArray:
+    """One over the other; 1 for steps without work."""
+    ratio: FloatArray = np.divide(one_us, other_us, out=np.ones_like(one_us), where=other_us > 0)
+    return ratio
 
 
 def _mean_shares(entries: Sequence[Breakdown]) -> dict[str, float]:
