@@ -1,7 +1,9 @@
 """Planning a whole batch: the search, the policies it is compared with, and the report."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,8 @@ from megatron_nsp.planner.passes import Assignment, Batch
 from megatron_nsp.planner.policies import BatchPolicy, policies_of, portfolio_of
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.tree import SPTree
+
+NO_MORE: Mapping[str, BatchPolicy] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class PlanReport:
         load_no_latency_us: the same without node latency.
         bound_us: lower bound for the samples that run, without node latency.
         search_load_us: time of the step under the search's own plan; None if it was not asked for.
-        policies: time of the step under each policy of the portfolio that fits the budget.
-        infeasible: policies of the portfolio that do not.
+        policies: time of the step under each policy of the portfolio that places all samples.
+        infeasible: policies of the portfolio that do not, or refuse the batch.
         num_passes: micro-batches with samples; the others are filler passes.
         num_carried: samples left for the next step.
         carried_tokens: their tokens.
@@ -66,9 +70,11 @@ class PlanResult:
     report: PlanReport
 
 
-def policy_names(tree: SPTree) -> tuple[str, ...]:
+def policy_names(
+    tree: SPTree, more_policies: Mapping[str, BatchPolicy] = NO_MORE
+) -> tuple[str, ...]:
     """The names that `plan_batch` takes."""
-    return ("auto", *policies_of(tree))
+    return ("auto", *policies_of(tree), *more_policies)
 
 
 def plan_batch(
@@ -79,6 +85,7 @@ def plan_batch(
     token_budget: int | None = None,
     num_micro_batches: int | None = 1,
     policy: str = "auto",
+    more_policies: Mapping[str, BatchPolicy] = NO_MORE,
 ) -> PlanResult:
     """Plans one batch.
 
@@ -90,32 +97,30 @@ def plan_batch(
         num_micro_batches: passes of the step; None = as many as the budget needs.
         policy: 'auto' (best of the search and the portfolio, the search first among equals),
             'search' (the search alone), or a policy by name.
+        more_policies: policies beside those of the package, by name; not in the portfolio.
 
     Raises:
-        ValueError: an unknown policy, a length below 1, or a sample that never fits the budget.
+        ValueError: a policy that is unknown or refuses the batch, or a sample no plan can hold.
     """
     start_s = time.perf_counter()
     tokens = np.array(lengths, dtype=np.int64).reshape(-1)
-    _check(tokens, tree, cost, token_budget, num_micro_batches, policy)
+    names = policy_names(tree, more_policies)
+    _check(tokens, tree, cost, token_budget, num_micro_batches, policy, names)
     order = np.argsort(-tokens, kind="stable")
     batch = Batch(cost.sample_times(tokens[order]), token_budget)
     others = portfolio_of(tree) if policy == "auto" else {}
     chosen = "search" if policy == "auto" else policy
-    place = policies_of(tree)[chosen]
+    place = {**more_policies, **policies_of(tree)}[chosen]
     best = place(batch, num_micro_batches or max(len(tokens), 1))
     _check_progress(batch, best, chosen, place, order)
     passes = num_micro_batches or max(best.num_passes, 1)
     score = best.score(batch.times, passes)
     search_load_us = score.load_us if chosen == "search" else None
-    kept = best.placed
-    kept_batch, loads_us = batch.take(kept), {}
-    for other, place_other in others.items():
-        assignment = place_other(kept_batch, passes).among(kept, len(tokens))
-        if len(assignment.placed) == len(kept):
-            other_score = assignment.score(batch.times, passes)
-            loads_us[other] = other_score.load_us
-            if other_score.load_us < score.load_us:
-                chosen, best, score = other, assignment, other_score
+    kept_batch = batch.take(best.placed)
+    rivals = _rivals(batch, best.placed, passes, others)
+    for other, (assignment, other_score) in rivals.items():
+        if other_score.load_us < score.load_us:
+            chosen, best, score = other, assignment, other_score
     plan = best.plan(batch, order, passes)
     report = PlanReport(
         policy=chosen,
@@ -123,8 +128,8 @@ def plan_batch(
         load_no_latency_us=score.load_no_latency_us,
         bound_us=kept_batch.problem.bound_us + passes * cost.profile.bias_us,
         search_load_us=search_load_us,
-        policies=loads_us,
-        infeasible=tuple(other for other in others if other not in loads_us),
+        policies={other: other_score.load_us for other, (_, other_score) in rivals.items()},
+        infeasible=tuple(other for other in others if other not in rivals),
         num_passes=best.num_passes,
         num_carried=len(plan.carried),
         carried_tokens=int(plan.lengths[plan.carried].sum()),
@@ -132,6 +137,25 @@ def plan_batch(
         plan_ms=(time.perf_counter() - start_s) * 1e3,
     )
     return PlanResult(plan, score, report)
+
+
+def _rivals(
+    batch: Batch, kept: IntArray, max_passes: int, others: Mapping[str, BatchPolicy]
+) -> dict[str, tuple[Assignment, PlanScore]]:
+    """What those of the other policies that place all of the kept samples make of them, by name.
+
+    A policy that refuses such samples is left out as well.
+    """
+    kept_batch, rivals = batch.take(kept), {}
+    for name, policy in others.items():
+        try:
+            assignment = policy(kept_batch, max_passes)
+        except ValueError:
+            continue
+        if assignment.is_complete:
+            assignment = assignment.among(kept, len(batch.lengths))
+            rivals[name] = assignment, assignment.score(batch.times, max_passes)
+    return rivals
 
 
 def _check_progress(
@@ -158,6 +182,7 @@ def _check(
     token_budget: int | None,
     num_micro_batches: int | None,
     policy: str,
+    names: tuple[str, ...],
 ) -> None:
     """Refuses what cannot be planned.
 
@@ -165,8 +190,8 @@ def _check(
         ValueError: one line naming the sample or setting and its numbers.
     """
     assert cost.tree == tree, f"{cost.tree=} {tree=}"
-    if policy not in policy_names(tree):
-        raise ValueError(f"no policy {policy}, only {', '.join(policy_names(tree))}")
+    if policy not in names:
+        raise ValueError(f"no policy {policy}, only {', '.join(names)}")
     if num_micro_batches is not None and num_micro_batches < 1:
         raise ValueError(f"the number of micro-batches must be at least 1, got {num_micro_batches}")
     for sample in np.flatnonzero(tokens < 1)[:1].tolist():

@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_nsp.config import NSPConfig, build_tree
-from megatron_nsp.planner import CostModel, load_profile, plan_batch, policy_names
-from tests.unit.planner_cases import SMALL, cluster, drawn, workstation
+from megatron_nsp.planner import CostModel, load_profile, plan_batch
+from tests.unit.planner_cases import SMALL, cluster, drawn, ready_policies, workstation
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUR = workstation(4, (1, 2, 4))
@@ -39,7 +39,7 @@ def test_a1_six_ranks_with_degree_four_are_refused_twelve_are_a_forest() -> None
 
 @pytest.mark.parametrize("lengths", [[512, 512, 512], [512], []])
 def test_a2_fewer_samples_than_ranks(lengths: list[int]) -> None:
-    for policy in policy_names(EIGHT.tree):
+    for policy in ready_policies(EIGHT.tree):
         plan = plan_batch(lengths, EIGHT.tree, EIGHT, policy=policy).plan
         placed = np.concatenate(
             [np.zeros(0, int), *(plan.samples_of(n) for n in plan.active_nodes())]
@@ -92,8 +92,9 @@ def test_a_budget_counts_the_fullest_slice_of_a_node() -> None:
 
 def test_policies_over_the_budget_are_left_out_of_the_portfolio() -> None:
     report = plan_batch([4000, 10], FOUR.tree, FOUR, token_budget=2000).report
-    assert report.infeasible == ("static-1",)
-    assert set(report.policies) == {"static-2", "static-4", "two-level", "disjoint-lpt"}
+    assert report.infeasible == ("static-1", "basp")  # basp refuses samples of two lengths
+    others = {"two-level", "disjoint-lpt", "megatron-dynamic-cp"}
+    assert set(report.policies) == {"static-2", "static-4", *others}
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

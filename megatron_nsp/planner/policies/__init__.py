@@ -10,7 +10,10 @@ A policy is one of two kinds:
 """
 
 from megatron_nsp.planner.passes import BatchPolicy, PassPolicy, by_passes
+from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
+from megatron_nsp.planner.policies.basp import plan_basp
 from megatron_nsp.planner.policies.disjoint_lpt import place_disjoint_lpt
+from megatron_nsp.planner.policies.dynamic_cp import place_dynamic_cp
 from megatron_nsp.planner.policies.static import place_static
 from megatron_nsp.planner.policies.two_level import place_two_level
 from megatron_nsp.planner.search import search
@@ -22,10 +25,13 @@ POLICIES: dict[str, BatchPolicy] = {
     "search": by_passes(search),
     "two-level": by_passes(place_two_level),
     "disjoint-lpt": by_passes(place_disjoint_lpt),
+    "megatron-dynamic-cp": by_passes(place_dynamic_cp),
+    "basp": plan_basp,
+    "algorithm-1": by_passes(place_algorithm_1),
 }
 """Policies by name."""
 
-CHEAP = ("two-level", "disjoint-lpt")
+CHEAP = ("two-level", "disjoint-lpt", "megatron-dynamic-cp", "basp")
 """Those that belong to the portfolio, beside static sequence parallelism at every degree."""
 
 
@@ -40,6 +46,9 @@ def portfolio_of(tree: SPTree) -> dict[str, BatchPolicy]:
 
 
 def policies_of(tree: SPTree) -> dict[str, BatchPolicy]:
-    """Everything that can plan alone; 'leaves' and 'root' are static at the two ends."""
-    ends = {"leaves": _static(1), "root": _static(tree.max_degree)}
+    """Everything that can plan alone.
+
+    'leaves' and 'root' are static at the two ends, and 'dp', data parallel only, is 'leaves'.
+    """
+    ends = {"leaves": _static(1), "dp": _static(1), "root": _static(tree.max_degree)}
     return {"search": POLICIES["search"]} | portfolio_of(tree) | POLICIES | ends
