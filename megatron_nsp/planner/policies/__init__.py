@@ -14,12 +14,14 @@ from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
 from megatron_nsp.planner.policies.basp import plan_basp
 from megatron_nsp.planner.policies.disjoint_lpt import place_disjoint_lpt
 from megatron_nsp.planner.policies.dynamic_cp import place_dynamic_cp
+from megatron_nsp.planner.policies.flexsp import plan_flexsp, plan_flexsp_10s
+from megatron_nsp.planner.policies.flexsp_milp import solver_modules
 from megatron_nsp.planner.policies.static import place_static
 from megatron_nsp.planner.policies.two_level import place_two_level
 from megatron_nsp.planner.search import search
 from megatron_nsp.tree import SPTree
 
-__all__ = ["CHEAP", "BatchPolicy", "PassPolicy", "policies_of", "portfolio_of"]
+__all__ = ["CHEAP", "BatchPolicy", "PassPolicy", "check_can_train", "policies_of", "portfolio_of"]
 
 POLICIES: dict[str, BatchPolicy] = {
     "search": by_passes(search),
@@ -28,11 +30,28 @@ POLICIES: dict[str, BatchPolicy] = {
     "megatron-dynamic-cp": by_passes(place_dynamic_cp),
     "basp": plan_basp,
     "algorithm-1": by_passes(place_algorithm_1),
+    "flexsp": plan_flexsp,
+    "flexsp-10s": plan_flexsp_10s,
 }
 """Policies by name."""
 
 CHEAP = ("two-level", "disjoint-lpt", "megatron-dynamic-cp", "basp")
 """Those that belong to the portfolio, beside static sequence parallelism at every degree."""
+
+TIMED = ("flexsp-10s",)
+"""Those that the clock stops: two ranks would make different plans of one batch."""
+
+
+def check_can_train(name: str) -> None:
+    """Refuses policies that cannot plan the steps of a training run.
+
+    Raises:
+        ValueError: the ranks would disagree, or a package that the policy needs is not installed.
+    """
+    if name in TIMED:
+        raise ValueError(f"{name} is stopped by the clock: ranks would disagree about their plans")
+    if name == "flexsp":
+        solver_modules()
 
 
 def _static(degree: int) -> BatchPolicy:
