@@ -12,10 +12,12 @@ from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
 from megatron_nsp.mcore.model import model_shape
 from megatron_nsp.mcore.step_log import step_line
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
+from megatron_nsp.planner.policies import check_can_train
 from megatron_nsp.planner.profile import Profile, load_profile
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.planner.window import plan_batch, policy_names
@@ -28,21 +30,26 @@ REPLAY_PREFIX = "file:"
 
 
 def check_policy(config: NSPConfig, tree: SPTree, num_micro_batches: int) -> None:
-    """Checks that the policy exists.
+    """Checks that the policy exists and can plan a training run.
 
     Raises:
-        ValueError: it does not, or its recorded plans are for another job.
+        ValueError: it does not or cannot, or its recorded plans are for another job.
     """
     if config.policy.startswith(REPLAY_PREFIX):
         path = config.policy.removeprefix(REPLAY_PREFIX)
         if config.record_plans and os.path.realpath(config.record_plans) == os.path.realpath(path):
             raise ValueError(f"{flag('record_plans')} {path} would overwrite the plans it replays")
         PlanReplay(path, tree, num_micro_batches, config.token_budget)
-    elif config.policy not in policy_names(tree):
+        return
+    names = policy_names(tree, MEGATRON_POLICIES)
+    if config.policy not in names:
         raise ValueError(
-            f"{flag('policy')} must be file:PATH or one of {', '.join(policy_names(tree))}, got "
-            f"{config.policy}"
+            f"{flag('policy')} must be file:PATH or one of {', '.join(names)}, got {config.policy}"
         )
+    try:
+        check_can_train(config.policy)
+    except ValueError as error:
+        raise ValueError(f"{flag('policy')}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +182,7 @@ class Job:
                 num_micro_batches=self.num_micro_batches,
                 policy=policy,
                 compares_all=False,
+                more_policies=MEGATRON_POLICIES,
             )
             return result.plan, result.score
 

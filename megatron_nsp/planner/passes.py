@@ -9,7 +9,7 @@ ones by number, so that the shortest and last are carried. The longest always fi
 so every step makes progress; carried samples count towards the next batch, so they do not pile up.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,6 +68,27 @@ class Assignment:
     index: IntArray
     micro_batch: IntArray
     num_passes: int
+
+    @classmethod
+    def of_passes(
+        cls, num_samples: int, passes: Iterable[tuple[IntArray, Placement]]
+    ) -> "Assignment":
+        """The placements of some of the samples each, one pass after the other.
+
+        Samples that a placement has no node for stay without a place, unless a later pass has one;
+        passes without samples are left out.
+        """
+        column = np.zeros(num_samples, dtype=np.int64)
+        index = np.zeros(num_samples, dtype=np.int64)
+        micro_batch = np.full(num_samples, CARRIED, dtype=np.int64)
+        number = 0
+        for samples, placement in passes:
+            has_node = placement.index != UNPLACED
+            placed = samples[has_node]
+            column[placed], index[placed] = placement.column[has_node], placement.index[has_node]
+            micro_batch[placed] = number
+            number += len(placed) > 0
+        return cls(column, index, micro_batch, number)
 
     @property
     def placed(self) -> IntArray:
@@ -195,18 +216,13 @@ def _partitions(lengths: IntArray, num_passes: int, pass_tokens: int) -> Iterato
 
 def _cascade(batch: Batch, policy: PassPolicy, parts: list[IntArray]) -> Assignment:
     """Places the passes one after the other; each also gets what the one before had no room for."""
-    num_samples = len(batch.lengths)
-    column = np.zeros(num_samples, dtype=np.int64)
-    index = np.zeros(num_samples, dtype=np.int64)
-    micro_batch = np.full(num_samples, CARRIED, dtype=np.int64)
-    left = np.zeros(0, dtype=np.int64)
-    number = 0
-    for part in parts:
-        samples = np.sort(np.concatenate([left, part]))
-        placement = policy(batch.take(samples).problem)
-        has_node = placement.index != UNPLACED
-        placed, left = samples[has_node], samples[~has_node]
-        column[placed], index[placed] = placement.column[has_node], placement.index[has_node]
-        micro_batch[placed] = number
-        number += len(placed) > 0
-    return Assignment(column, index, micro_batch, number)
+
+    def passes() -> Iterator[tuple[IntArray, Placement]]:
+        left = np.zeros(0, dtype=np.int64)
+        for part in parts:
+            samples = np.sort(np.concatenate([left, part]))
+            placement = policy(batch.take(samples).problem)
+            left = samples[placement.unplaced]
+            yield samples, placement
+
+    return Assignment.of_passes(len(batch.lengths), passes())

@@ -1,7 +1,9 @@
 """Planning a whole batch: the search, the policies it is compared with, and the report."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,8 @@ from megatron_nsp.planner.passes import Assignment, Batch
 from megatron_nsp.planner.policies import BatchPolicy, is_hopeless, policies_of, portfolio_of
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.tree import SPTree
+
+NO_MORE: Mapping[str, BatchPolicy] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,9 @@ class PlanReport:
         load_no_latency_us: the same without node latency.
         bound_us: lower bound for the samples that run, without node latency.
         search_load_us: time of the step under the search's own plan; None if it was not asked for.
-        policies: time of the step under each policy of the portfolio that fits the budget.
-        infeasible: policies of the portfolio that do not, or were skipped.
+        policies: time of the step under each policy of the portfolio that places all samples.
+        infeasible: policies of the portfolio that do not, that refuse the batch, or were skipped.
         num_passes: micro-batches with samples; the others are filler passes.
-        num_carried: samples left for the next step.
-        carried_tokens: their tokens.
-        over_budget_tokens: tokens by which the fullest rank exceeds the budget; always 0.
         plan_ms: wall time of the call.
     """
 
@@ -41,9 +42,6 @@ class PlanReport:
     policies: dict[str, float]
     infeasible: tuple[str, ...]
     num_passes: int
-    num_carried: int
-    carried_tokens: int
-    over_budget_tokens: int
     plan_ms: float
 
     @property
@@ -66,9 +64,11 @@ class PlanResult:
     report: PlanReport
 
 
-def policy_names(tree: SPTree) -> tuple[str, ...]:
+def policy_names(
+    tree: SPTree, more_policies: Mapping[str, BatchPolicy] = NO_MORE
+) -> tuple[str, ...]:
     """The names that `plan_batch` takes."""
-    return ("auto", *policies_of(tree))
+    return ("auto", *policies_of(tree), *more_policies)
 
 
 def plan_batch(
@@ -80,6 +80,7 @@ def plan_batch(
     num_micro_batches: int | None = 1,
     policy: str = "auto",
     compares_all: bool = True,
+    more_policies: Mapping[str, BatchPolicy] = NO_MORE,
 ) -> PlanResult:
     """Plans one batch.
 
@@ -89,39 +90,34 @@ def plan_batch(
         cost: the cost model, of the same tree.
         token_budget: the most tokens a rank may hold in one micro-batch; None = no limit.
         num_micro_batches: passes of the step; None = as many as the budget needs.
-        policy: 'auto' (best of the search and the portfolio, the search first among equals),
-            'search' (the search alone), or a policy by name.
-        compares_all: work out every policy of the portfolio for the report; without it those are
-            skipped that a lower bound says cannot win. The plan is the same.
+        policy: 'auto' (best of the search and the portfolio, the search first among equals), or a
+            policy by name, 'search' among them.
+        compares_all: work out all of the portfolio; without it what a lower bound rules out is
+            skipped. The plan is the same.
+        more_policies: policies beside those of the package, by name; not in the portfolio.
 
     Raises:
-        ValueError: an unknown policy, a length below 1, or a sample that never fits the budget.
+        ValueError: a policy that is unknown or refuses the batch, or a sample no plan can hold.
     """
     start_s = time.perf_counter()
     tokens = np.array(lengths, dtype=np.int64).reshape(-1)
-    _check(tokens, tree, cost, token_budget, num_micro_batches, policy)
+    policies = {**more_policies, **policies_of(tree)}
+    _check(tokens, tree, cost, token_budget, num_micro_batches, policy, ("auto", *policies))
     order = np.argsort(-tokens, kind="stable")
     batch = Batch(cost.sample_times(tokens[order]), token_budget)
     others = portfolio_of(tree) if policy == "auto" else {}
     chosen = "search" if policy == "auto" else policy
-    place = policies_of(tree)[chosen]
-    best = place(batch, num_micro_batches or max(len(tokens), 1))
-    _check_progress(batch, best, chosen, place, order)
+    best = policies[chosen](batch, num_micro_batches or max(len(tokens), 1))
+    _check_progress(batch, best, chosen, policies[chosen], order)
     passes = num_micro_batches or max(best.num_passes, 1)
     score = best.score(batch.times, passes)
     search_load_us = score.load_us if chosen == "search" else None
-    kept = best.placed
-    kept_batch, loads_us = batch.take(kept), {}
-    for other, place_other in others.items():
-        without_bias_us = score.load_us - passes * cost.profile.bias_us
-        if not compares_all and is_hopeless(other, kept_batch.times, without_bias_us):
-            continue
-        assignment = place_other(kept_batch, passes).among(kept, len(tokens))
-        if len(assignment.placed) == len(kept):
-            other_score = assignment.score(batch.times, passes)
-            loads_us[other] = other_score.load_us
-            if other_score.load_us < score.load_us:
-                chosen, best, score = other, assignment, other_score
+    kept_batch = batch.take(best.placed)
+    to_beat_us = np.inf if compares_all else score.load_us - passes * cost.profile.bias_us
+    rivals = _rivals(batch, best.placed, passes, others, float(to_beat_us))
+    for other, (_, other_score) in rivals.items():
+        if other_score.load_us < score.load_us:
+            chosen, (best, score) = other, rivals[other]
     plan = best.plan(batch, order, passes)
     report = PlanReport(
         policy=chosen,
@@ -129,15 +125,37 @@ def plan_batch(
         load_no_latency_us=score.load_no_latency_us,
         bound_us=kept_batch.problem.bound_us + passes * cost.profile.bias_us,
         search_load_us=search_load_us,
-        policies=loads_us,
-        infeasible=tuple(other for other in others if other not in loads_us),
+        policies={other: other_score.load_us for other, (_, other_score) in rivals.items()},
+        infeasible=tuple(other for other in others if other not in rivals),
         num_passes=best.num_passes,
-        num_carried=len(plan.carried),
-        carried_tokens=int(plan.lengths[plan.carried].sum()),
-        over_budget_tokens=plan.over_budget_tokens(),
         plan_ms=(time.perf_counter() - start_s) * 1e3,
     )
     return PlanResult(plan, score, report)
+
+
+def _rivals(
+    batch: Batch,
+    kept: IntArray,
+    max_passes: int,
+    others: Mapping[str, BatchPolicy],
+    to_beat_us: float,
+) -> dict[str, tuple[Assignment, PlanScore]]:
+    """What those of the other policies that place all of the kept samples make of them, by name.
+
+    A policy that refuses such samples is left out as well, and one that cannot beat `to_beat_us`.
+    """
+    kept_batch, rivals = batch.take(kept), {}
+    for name, policy in others.items():
+        if is_hopeless(name, kept_batch, to_beat_us):
+            continue
+        try:
+            assignment = policy(kept_batch, max_passes)
+        except ValueError:
+            continue
+        if assignment.is_complete:
+            assignment = assignment.among(kept, len(batch.lengths))
+            rivals[name] = assignment, assignment.score(batch.times, max_passes)
+    return rivals
 
 
 def _check_progress(
@@ -164,6 +182,7 @@ def _check(
     token_budget: int | None,
     num_micro_batches: int | None,
     policy: str,
+    names: tuple[str, ...],
 ) -> None:
     """Refuses what cannot be planned.
 
@@ -171,8 +190,8 @@ def _check(
         ValueError: one line naming the sample or setting and its numbers.
     """
     assert cost.tree == tree, f"{cost.tree=} {tree=}"
-    if policy not in policy_names(tree):
-        raise ValueError(f"no policy {policy}, only {', '.join(policy_names(tree))}")
+    if policy not in names:
+        raise ValueError(f"no policy {policy}, only {', '.join(names)}")
     if num_micro_batches is not None and num_micro_batches < 1:
         raise ValueError(f"the number of micro-batches must be at least 1, got {num_micro_batches}")
     for sample in np.flatnonzero(tokens < 1)[:1].tolist():

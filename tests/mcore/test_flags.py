@@ -30,6 +30,7 @@ BAD = {
     "--nsp-max-length 400 --nsp-over-long error": "512 tokens, over --nsp-max-length 400; 1 of",
     "--nsp-policy fastest": "--nsp-policy must be file:PATH or one of auto, search",
     "--nsp-policy file:/no/such": "--nsp-policy file:/no/such: there is no such file",
+    "--nsp-policy flexsp-10s": "--nsp-policy: flexsp-10s is stopped by the clock",
     "--nsp-kernel triton": "--nsp-kernel must be one of auto, .*, got triton",
     "--nsp-kernel cuda-varlen": "--nsp-kernel cuda-varlen runs on cuda tensors",
     "--nsp-profile nowhere": "nowhere",

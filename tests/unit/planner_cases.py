@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from megatron_nsp.planner import CostModel, ModelShape, load_profile
+from megatron_nsp.planner import CostModel, ModelShape, load_profile, policy_names
 from megatron_nsp.planner.lengths import draw_batch, load_table
 from megatron_nsp.planner.score import SampleTimes
 from megatron_nsp.tree import SPTree
@@ -27,6 +27,11 @@ def workstation(num_ranks: int, degrees: tuple[int, ...]) -> CostModel:
 def drawn(name: str, seed: int, tokens: int = 2_000_000, longest: int = 196608) -> np.ndarray:
     """A batch from one of the tables."""
     return draw_batch(load_table(name), tokens, longest, seed).lengths
+
+
+def ready_policies(tree: SPTree) -> list[str]:
+    """Policies that plan any batch at once: not BASP, which refuses most, nor FlexSP's solver."""
+    return [name for name in policy_names(tree) if name.split("-")[0] not in ("basp", "flexsp")]
 
 
 def brute_force_us(times: SampleTimes, token_budget: int | None = None) -> float:

@@ -35,7 +35,7 @@ def test_the_json_holds_all_it_takes_to_check_it(capsys) -> None:
     assert data["policy"] == "search"
     assert data["search_load_us"] == data["step_us"] <= min(data["policies"].values())
     fixed = {f"static-{degree}" for degree in (1, 2, 4, 8, 16)}
-    assert set(data["policies"]) == {*fixed, "two-level", "disjoint-lpt"}
+    assert set(data["policies"]) == {*fixed, "two-level", "disjoint-lpt", "megatron-dynamic-cp"}
     assert data["plan_ms"] > 0 and data["num_over_long"] >= 0 == data["num_dropped"]
     assert data == {**json.loads(run_plan(capsys, words)), "plan_ms": data["plan_ms"]}
 

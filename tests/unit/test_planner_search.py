@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_nsp.planner import CostModel, load_profile, plan_batch, policy_names
+from megatron_nsp.planner import CostModel, load_profile, plan_batch
 from megatron_nsp.tree import SPTree
 from tests.unit.planner_cases import (
     LARGE,
@@ -11,6 +11,7 @@ from tests.unit.planner_cases import (
     brute_force_us,
     cluster,
     drawn,
+    ready_policies,
     workstation,
 )
 from tests.unit.scorer import score_plan
@@ -46,7 +47,7 @@ def test_the_search_alone_beats_every_policy_in_the_independent_score(name: str)
     for seed, longest in ((0, 196608), (1, 393216)):
         lengths = drawn(name, seed, longest=longest)
         by_policy = {}
-        for policy in policy_names(cost.tree):
+        for policy in ready_policies(cost.tree):
             result = plan_batch(lengths, cost.tree, cost, policy=policy)
             by_policy[policy] = score_plan(result.plan.to_dict(), profile).load_us
             assert result.report.load_us == pytest.approx(by_policy[policy], rel=1e-12)
@@ -93,7 +94,7 @@ def test_any_chain_and_any_batch_is_planned(num_ranks, degrees, lengths) -> None
     shape = LARGE_12 if 7 not in degrees else type(LARGE).from_hidden(2, 64, 28, 7, 16)
     tree = SPTree(num_ranks, degrees)
     cost = CostModel(load_profile("cpu-gloo"), shape, tree)
-    for policy in policy_names(tree):
+    for policy in ready_policies(tree):
         result = plan_batch(lengths, tree, cost, policy=policy)
         result.plan.validate()
         assert result.plan.num_samples == len(lengths) and not len(result.plan.carried)

@@ -37,7 +37,7 @@ def place_disjoint_lpt(problem: PassProblem) -> Placement:
         partition = _partition(problem, later)
         if partition is None:
             continue
-        state, left = _place(problem, *partition)
+        state, left = place_on_groups(problem, *partition)
         if best is None or (left, state.load_ns()) < best[:2]:
             best = (left, state.load_ns(), state.placement())
     # No partition: the token budget leaves some samples only degrees that use up all ranks.
@@ -51,21 +51,46 @@ def _partition(problem: PassProblem, step: int) -> tuple[IntArray, IntArray] | N
     time_ns = problem.total_ns[np.arange(problem.num_samples), column]
     degree_ns = exact_sums(column, time_ns, len(degrees))
     groups = np.ceil(degree_ns / limit_ns).astype(np.int64)
-    spare = problem.tree.num_ranks - int((groups * degrees).sum())
-    if spare < 0:
+    if int((groups * degrees).sum()) > problem.tree.num_ranks:
         return None
+    return column, grow(problem, groups, degree_ns)
+
+
+def grow(problem: PassProblem, groups: IntArray, degree_ns: IntArray) -> IntArray:
+    """Hands the ranks left over to the degrees whose groups have most to do.
+
+    Args:
+        problem: the micro-batch.
+        groups: `[K+1]` groups of each degree; degrees without groups get none.
+        degree_ns: `[K+1]` time of all samples at each degree.
+
+    Returns:
+        `[K+1]` groups of each degree.
+    """
+    degrees, groups = problem.degrees, groups.copy()
+    spare = problem.tree.num_ranks - int((groups * degrees).sum())
     while True:
         can_grow = (degrees <= spare) & (groups > 0)
         if not can_grow.any():
-            return column, groups
+            return groups
         mean_ns = np.where(can_grow, degree_ns / np.maximum(groups, 1), -1.0)
         k = int(mean_ns.argmax())
         groups[k] += 1
         spare -= int(degrees[k])
 
 
-def _place(problem: PassProblem, column: IntArray, groups: IntArray) -> tuple[PassState, int]:
-    """The samples on the groups of their degree, large groups first; how many found no room."""
+def place_on_groups(
+    problem: PassProblem, column: IntArray, groups: IntArray
+) -> tuple[PassState, int]:
+    """The samples on the groups of their degree, and how many found no room.
+
+    Large groups come first, so every group is an aligned block of ranks: a node.
+
+    Args:
+        problem: the micro-batch.
+        column: `[n]` column of each sample's degree.
+        groups: `[K+1]` groups of each degree.
+    """
     state, first_rank, left = PassState(problem), 0, 0
     for k in range(len(groups) - 1, -1, -1):
         degree = problem.tree.degrees[k]

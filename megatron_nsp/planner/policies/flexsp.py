@@ -1,0 +1,129 @@
+"""FlexSP: disjoint groups of different degrees, by integer programming.
+
+Wang et al., ASPLOS 2025. The sorted batch is cut into m consecutive micro-batches whose largest
+token sum is as small as can be; in each, samples are sorted into 16 buckets of alike lengths, and
+an integer program (flexsp_milp.py) forms groups and shares the buckets out. All m from the least
+that the token capacity allows to 4 more are tried, and the least predicted time of the step wins,
+each micro-batch with its bias.
+
+Two variants, since the original stops its solver by the clock:
+
+* `flexsp` stops it by the nodes of its tree, which no machine's speed changes, and is the fairer
+  opponent: it proves most small programs optimal and comes within a percent or two on 64 ranks;
+* `flexsp-10s` stops it after 10 s for each micro-batch. Two ranks would then find different plans,
+  so it cannot train.
+
+A further m is left out where its lower bound already says that it cannot win. Beyond the original,
+more than 4 further micro-batches are tried as long as no m has worked, and what no m can hold is
+carried, the shortest samples first.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_nsp.plan import IntArray
+from megatron_nsp.planner.bounds import lower_bound_us
+from megatron_nsp.planner.passes import Assignment, Batch
+from megatron_nsp.planner.placement import Placement
+from megatron_nsp.planner.policies.flexsp_buckets import micro_batch_starts
+from megatron_nsp.planner.policies.flexsp_milp import (
+    OPTIMAL_WITHIN,
+    SolverLimit,
+    offered_columns,
+    place_in_groups,
+)
+
+MORE_PASSES = 4
+"""Micro-batches tried beyond the least number."""
+
+NODE_LIMIT = SolverLimit(num_nodes=2000)
+TIME_LIMIT = SolverLimit(num_nodes=10**9, seconds=10.0)
+
+
+def plan_flexsp(batch: Batch, max_passes: int) -> Assignment:
+    """FlexSP with its solver stopped by counting.
+
+    Raises:
+        ValueError: scipy is not installed.
+    """
+    return _plan(batch, max_passes, NODE_LIMIT)
+
+
+def plan_flexsp_10s(batch: Batch, max_passes: int) -> Assignment:
+    """FlexSP with its solver stopped by the clock, as the original.
+
+    Raises:
+        ValueError: scipy is not installed.
+    """
+    return _plan(batch, max_passes, TIME_LIMIT)
+
+
+def _plan(batch: Batch, max_passes: int, limit: SolverLimit) -> Assignment:
+    """The best number of micro-batches, for as many of the samples as they hold."""
+    num_samples, num_kept = len(batch.lengths), len(batch.lengths)
+    if batch.token_budget is not None:
+        most = batch.token_budget * batch.times.tree.num_ranks * max_passes
+        num_kept = int((np.cumsum(batch.lengths) <= most).sum())
+    while num_kept:
+        kept = np.arange(num_kept)
+        passes = _best_passes(batch.take(kept), max_passes, limit)
+        if passes is not None:
+            return Assignment.of_passes(num_samples, passes)
+        num_kept = num_kept * 3 // 4
+    return Assignment.of_passes(num_samples, [])
+
+
+Passes = list[tuple[IntArray, Placement]]
+"""Samples and placement of each micro-batch."""
+
+
+def _best_passes(batch: Batch, max_passes: int, limit: SolverLimit) -> Passes | None:
+    """The micro-batches with the least predicted time; None if no number of them works."""
+    best: tuple[float, Passes] | None = None
+    least = 1
+    if batch.token_budget is not None:
+        pass_tokens = batch.token_budget * batch.times.tree.num_ranks
+        least = -(-int(batch.lengths.sum()) // pass_tokens)
+    for num_passes in range(least, min(max_passes, len(batch.lengths)) + 1):
+        if best is not None and num_passes > least + MORE_PASSES:
+            break
+        parts = list(_parts(batch, num_passes))
+        below_us = np.inf if best is None else best[0] * (1 - OPTIMAL_WITHIN)
+        found = _solve(batch, parts, below_us, limit)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+    return None if best is None else best[1]
+
+
+def _parts(batch: Batch, num_passes: int) -> Iterator[IntArray]:
+    starts = micro_batch_starts(batch.lengths, num_passes).tolist()
+    for start, stop in zip(starts, [*starts[1:], len(batch.lengths)], strict=True):
+        yield np.arange(start, stop)
+
+
+def _solve(
+    batch: Batch, parts: list[IntArray], below_us: float, limit: SolverLimit
+) -> tuple[float, Passes] | None:
+    """Predicted time and placements; None as soon as they cannot be had below that time."""
+    bounds_us = [_bound_us(batch.take(part)) for part in parts]
+    total_us = sum(bounds_us) + len(parts) * batch.times.bias_us
+    passes: Passes = []
+    for part, bound_us in zip(parts, bounds_us, strict=True):
+        if total_us >= below_us:
+            return None
+        placement = place_in_groups(batch.take(part).problem, limit)
+        if placement is None:
+            return None
+        total_us += placement.load_ns / 1000.0 - bound_us
+        passes.append((part, placement))
+    return total_us, passes
+
+
+def _bound_us(batch: Batch) -> float:
+    """Lower bound of a micro-batch at the degrees on offer; infinite where none fits a sample."""
+    offered = offered_columns(len(batch.times.tree.degrees))
+    fwd_us = batch.times.fwd_us.copy()
+    fwd_us[:, : offered.start] = np.inf
+    return lower_bound_us(dataclasses.replace(batch.times, fwd_us=fwd_us), batch.token_budget)
