@@ -46,7 +46,7 @@ types:
 
 # Asks the package index whether each extra installs together with megatron-core; installs nothing.
 extras:
-	for extra in dev viz te; do \
+	for extra in dev milp viz te; do \
 	    $(PYTHON) -m pip install --dry-run --quiet ".[$$extra]" && echo "$$extra resolves" || exit 1; \
 	done
 	$(PYTHON) -m pip install --dry-run --quiet --no-build-isolation ".[flash]" && echo flash resolves

@@ -68,7 +68,7 @@ def plan_hybrid_cp(batch: Batch, max_passes: int) -> Assignment:
         )
     passes: list[tuple[IntArray, Placement]] = []
     for group in scheduled_groups(batch):
-        passes += _passes_of(batch, _nodes_of(tree, group))
+        passes += _passes_of(batch, nodes_of(tree, group))
     return Assignment.of_passes(num_samples, passes[:max_passes])
 
 
@@ -109,29 +109,35 @@ def _rank_sets(samples_of_rank: list[list[int]]) -> list[RankSet]:
 
 
 @dataclass(frozen=True)
-class _Node:
-    """A node of the tree in a pass, and its samples."""
+class PlacedSet:
+    """A node of the tree in a pass, and its samples.
+
+    Attributes:
+        column: column of the node's degree.
+        index: index of the node among those of the degree.
+        samples: positions in the batch, in the order they run.
+    """
 
     column: int
     index: int
     samples: tuple[int, ...]
 
 
-def _nodes_of(tree: SPTree, group: list[RankSet]) -> list[_Node]:
+def nodes_of(tree: SPTree, group: list[RankSet]) -> list[PlacedSet]:
     """The sets of a group on aligned nodes, the largest first."""
     nodes, first_rank = [], 0
     for ranks in sorted(group, key=lambda one: -one.num_ranks):
         column = max(k for k, degree in enumerate(tree.degrees) if degree <= ranks.num_ranks)
         degree = tree.degrees[column]
         assert first_rank % degree == 0 and first_rank + degree <= tree.num_ranks, f"{first_rank=}"
-        nodes.append(_Node(column, first_rank // degree, ranks.samples))
+        nodes.append(PlacedSet(column, first_rank // degree, ranks.samples))
         first_rank += degree
     return nodes
 
 
-def _passes_of(batch: Batch, nodes: list[_Node]) -> Iterator[tuple[IntArray, Placement]]:
+def _passes_of(batch: Batch, nodes: list[PlacedSet]) -> Iterator[tuple[IntArray, Placement]]:
     """The passes of one group: samples of a node share one as far as the token budget lets them."""
-    shares: list[list[tuple[_Node, list[int]]]] = []
+    shares: list[list[tuple[PlacedSet, list[int]]]] = []
     for node in nodes:
         for number, samples in enumerate(_portions(batch, node)):
             if number == len(shares):
@@ -146,7 +152,7 @@ def _passes_of(batch: Batch, nodes: list[_Node]) -> Iterator[tuple[IntArray, Pla
         yield members, state.placement()
 
 
-def _portions(batch: Batch, node: _Node) -> Iterator[list[int]]:
+def _portions(batch: Batch, node: PlacedSet) -> Iterator[list[int]]:
     """The node's samples in their order, cut where the next would exceed the token budget."""
     degree = batch.times.tree.degrees[node.column]
     portion: list[int] = []

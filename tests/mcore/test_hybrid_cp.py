@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES, plan_hybrid_cp, scheduled_groups
+from megatron_nsp.mcore.hybrid_cp import (
+    MEGATRON_POLICIES,
+    RankSet,
+    nodes_of,
+    plan_hybrid_cp,
+    scheduled_groups,
+)
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.planner.passes import Batch
+from megatron_nsp.tree import SPTree
 from tests.data_maker import write_documents
 from tests.mcore.launch import train
 from tests.unit.planner_cases import workstation
@@ -62,6 +69,23 @@ def test_groups_are_passes_and_sets_of_ranks_are_nodes_of_their_size(size, lengt
     for micro_batch in range(plan.num_micro_batches):
         held = [r for node in plan.active_nodes(micro_batch) for r in plan.tree.ranks(node)]
         assert len(held) == len(set(held))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.permutations([1, 1, 1, 2, 2, 4, 8]), st.sampled_from([8, 12, 16, 24]))
+def test_sets_in_any_order_find_aligned_nodes_of_their_size(sizes, num_ranks) -> None:
+    """Also where they leave ranks idle; a set larger than the largest degree becomes smaller."""
+    chosen = [n for number, n in enumerate(sizes) if sum(sizes[: number + 1]) <= num_ranks]
+    tree = SPTree(num_ranks, (1, 2, 4))
+    placed = nodes_of(tree, [RankSet(n, (number,)) for number, n in enumerate(chosen)])
+    held = [
+        rank
+        for one in placed
+        for rank in tree.ranks(tree.node(tree.degrees[one.column], one.index))
+    ]
+    assert len(held) == len(set(held)) and max(held) < num_ranks
+    degree_of = {one.samples[0]: tree.degrees[one.column] for one in placed}
+    assert degree_of == {number: min(n, 4) for number, n in enumerate(chosen)}
 
 
 def test_the_scheduler_decides_the_degree_by_memory() -> None:

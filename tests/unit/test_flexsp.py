@@ -1,5 +1,6 @@
 """Pure tests of FlexSP: its cuts and its integer program against brute force, and whole plans."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -20,14 +21,25 @@ from megatron_nsp.planner.policies.flexsp_milp import (
     place_in_groups,
 )
 from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.planner.profile import ExchangeRate
 from megatron_nsp.tree import SPTree
-from tests.unit.planner_cases import cluster, drawn, workstation
+from tests.unit.planner_cases import LARGE, cluster, drawn, workstation
 
 EXACT = SolverLimit(num_nodes=10**6)
 FITTED = CostModel(
     load_profile("flexsp-gpt-7b-a100"),
     ModelShape.from_hidden(32, 4096, 32, 32, 128),
     SPTree.powers_of_two(16, 16),
+)
+
+
+LATE = CostModel(  # the more ranks exchange, the longer they wait for the first byte
+    dataclasses.replace(
+        load_profile("h100-ib"),
+        exchanges={"ulysses": {2: ExchangeRate(1e11, 10.0), 4: ExchangeRate(1e11, 90.0)}},
+    ),
+    LARGE,
+    SPTree(4, (1, 2, 4)),
 )
 
 
@@ -104,7 +116,7 @@ def brute_force_ns(problem: PassProblem, most_groups: dict[int, int]) -> int | N
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([workstation(4, (1, 2, 4)), cluster(4, 4), workstation(3, (1, 3))]),
+    st.sampled_from([workstation(4, (1, 2, 4)), cluster(4, 4), LATE, workstation(3, (1, 3))]),
     st.lists(st.integers(1, 3000), min_size=1, max_size=4),
     st.sampled_from([None, 800, 1500]),
 )
@@ -192,6 +204,16 @@ def test_a_fixed_number_of_passes_carries_the_shortest() -> None:
     assert result.plan.carried.tolist() == [2, 3, 4, 5]
     whole = plan_batch(lengths, cost.tree, cost, num_micro_batches=2, **how)
     assert whole.report.num_passes == 2 and not len(whole.plan.carried)
+
+
+def test_what_no_grouping_holds_is_carried_too() -> None:
+    """3900 tokens would fit four ranks of 1000, but not in pairs."""
+    cost = workstation(4, (1, 2))
+    how = {"token_budget": 1000, "policy": "flexsp"}
+    plan = plan_batch([1400, 1400, 1100], cost.tree, cost, num_micro_batches=1, **how).plan
+    assert plan.carried.tolist() == [2] and plan.token_load().tolist() == [700] * 4
+    whole = plan_batch([1400, 1400, 1100], cost.tree, cost, num_micro_batches=None, **how).plan
+    assert whole.num_micro_batches == 2 and not len(whole.carried)
 
 
 def test_the_variant_with_a_clock_plans_as_well() -> None:
