@@ -19,7 +19,7 @@ from training_run import RECIPE, RunFailedError, Step, train
 from megatron_nsp.cli.plan import render
 from megatron_nsp.config import NSPConfig, build_tree
 from megatron_nsp.plan import IntArray
-from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch
+from megatron_nsp.planner import CostModel, Model, load_profile, plan_batch
 from megatron_nsp.planner.lengths import Batch as LengthBatch
 from megatron_nsp.planner.lengths import load_lengths
 from megatron_nsp.sampler import Batch, BatchSampler
@@ -39,15 +39,18 @@ def cost_model() -> CostModel:
     """The cost model that the recipe's run plans with."""
     heads, kv_heads = setting("--num-attention-heads"), setting("--num-query-groups")
     hidden = setting("--hidden-size")
-    shape = ModelShape.from_hidden(
+    model = Model(
+        name="demo",
+        source=str(RECIPE),
         num_layers=setting("--num-layers"),
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=setting("--kv-channels"),
-        bytes_per_element=FLOAT32_BYTES,
         ffn_hidden=setting("--ffn-hidden-size"),
+        vocab_size=setting("--vocab-size"),
     )
+    shape = model.shape(bytes_per_element=FLOAT32_BYTES)
     tree = build_tree(NSPConfig(), NUM_RANKS, heads, kv_heads)
     return CostModel(load_profile("cpu-gloo"), shape, tree)
 

@@ -12,12 +12,17 @@ from megatron_nsp.plan import IntArray
 from megatron_nsp.planner import known_model, policy_names
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.lengths import draw_batch, load_lengths
+from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.simulator.ablation import FULL, ablate
 from megatron_nsp.simulator.compare import Comparison, Setting, Trial, compare, run_trials
 from megatron_nsp.simulator.iteration import RECOMPUTE_POLICIES, IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
 
 _ALIASES = ("leaves", "root", "dp", "search")
-_DEFAULT_POLICIES = "all"
+_SLOW = ("flexsp", "flexsp-10s")
+"""Solved for a minute or more a batch: only where they are asked for."""
+
+_CHEAP_POLICIES = "cheap"
 _RECOMPUTED = {"none": "none", "selective": "attention", "full": "full"}
 """How the memory flags call what the simulator recomputes."""
 
@@ -28,9 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, default=10, help="batches to draw (%(default)s)")
     parser.add_argument(
         "--policies",
-        default=_DEFAULT_POLICIES,
-        metavar="all|A,B",
-        help="policies beside every static degree (%(default)s)",
+        default=_CHEAP_POLICIES,
+        metavar="cheap|all|A,B",
+        help="policies beside every static degree; 'all' are 'cheap' and flexsp, which is solved "
+        "for a minute or more a batch (%(default)s)",
     )
     parser.add_argument(
         "--micro-batches", type=int, help="passes of a step; without it as many as are needed"
@@ -44,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-sharding", action="store_true", help="parameters of a --model are not sharded"
+    )
+    parser.add_argument(
+        "--ablation", action="store_true", help="also take away one component at a time"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -69,11 +78,29 @@ def run(args: argparse.Namespace) -> int:
         trials.append(trial)
         _progress(len(trials), total)
     comparison = compare(trials, policies, rules)
+    ablation = ablate(batches, rules) if args.ablation else {}
     if args.json:
-        print(json.dumps(report(comparison, cost, batches, rules)))
+        data = report(comparison, cost, batches, rules)
+        data["ablation"] = {name: step_us.tolist() for name, step_us in ablation.items()}
+        print(json.dumps(data))
     else:
         print(render(comparison, cost, batches, rules))
+        print(*ablation_rows(ablation), sep="\n")
     return 0
+
+
+def ablation_rows(ablation: dict[str, FloatArray]) -> list[str]:
+    """A line for each component taken away."""
+    if not ablation:
+        return []
+    whole_us = float(ablation[FULL].sum())
+    rows = ["", f"{'without':<20} {'step ms':>10} {'slower by, %':>14}"]
+    for name, step_us in ablation.items():
+        slower = 100 * (float(step_us.sum()) / whole_us - 1)
+        rows.append(
+            f"{name if name != FULL else '-':<20} {step_us.mean() / 1e3:>10,.1f} {slower:>14.1f}"
+        )
+    return rows
 
 
 def draw_batches(args: argparse.Namespace) -> list[IntArray]:
@@ -97,12 +124,13 @@ def chosen_policies(text: str, cost: CostModel) -> list[str]:
     """
     known = policy_names(cost.tree)
     static = [name for name in known if name.startswith("static-")]
-    if text == "all":
-        return [name for name in known if name not in _ALIASES]
+    if text in ("all", _CHEAP_POLICIES):
+        left_out = (*_ALIASES, *_SLOW[1:]) if text == "all" else (*_ALIASES, *_SLOW)
+        return [name for name in known if name not in left_out]
     named = text.split(",")
     for name in named:
         if name not in known:
-            raise ValueError(f"--policies: no policy {name}, only all, {', '.join(known)}")
+            raise ValueError(f"--policies: no policy {name}, only cheap, all, {', '.join(known)}")
     return list(dict.fromkeys([*static, *named]))
 
 

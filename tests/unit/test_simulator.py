@@ -290,7 +290,7 @@ def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
         "simulate --lengths paper-mix --ranks 16 --model qwen3-30b-a3b --ep 8 --batches 2 --json"
     )
     words += " --batches 2 --batch-tokens 300K --max-len 64K --profile h200-ib --memory-gb 100"
-    words += " --offload-optimizer --save-gb 1 --policies two-level,auto"
+    words += " --offload-optimizer --save-gb 1 --policies two-level,auto --ablation"
     assert main(words.split()) == 0
     data = json.loads(capsys.readouterr().out)
     assert data == run_json(words, capsys)
@@ -301,6 +301,10 @@ def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
         ratio = np.array(rows[reference]["step_us"]) / np.array(row["step_us"])
         np.testing.assert_allclose(row["speedup"], ratio)
         assert sum(row["shares"].values()) == pytest.approx(1.0)
+    missing = {name: sum(step_us) for name, step_us in data["ablation"].items()}
+    assert list(missing) == ["full", "recompute", "overlap", "router", "cost model"]
+    assert missing["full"] == sum(rows["auto"]["step_us"]) == min(missing.values())
+    assert missing["recompute"] > missing["full"] < missing["cost model"]
     best = min(row["step_us"] for name, row in rows.items() if name.startswith("static"))
     assert sum(best) >= sum(rows[reference]["step_us"])
     assert all("does not fit the token budget" in why for why in data["failed"].values())
@@ -321,7 +325,7 @@ def run_json(words: str, capsys: pytest.CaptureFixture[str]) -> dict:
         ("--batches 0", "--batches must be 1 to 1048576, got 0"),
         ("--micro-batches 0", "--micro-batches must be 1 to 1048576, got 0"),
         ("--save-gb nan", "--save-gb must be 0 to 1048576, got nan"),
-        ("--policies auto,best", "--policies: no policy best, only all, auto, search"),
+        ("--policies auto,best", "--policies: no policy best, only cheap, all, auto, search"),
         ("--token-budget 100 --max-len 1000", "no static degree can plan every batch: static-1"),
         ("--max-len x", "argument --max-len: takes tokens such as 4096, 192K or 2M, got x"),
     ],

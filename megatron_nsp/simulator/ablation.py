@@ -1,0 +1,84 @@
+"""Leave-one-out: the search's plans, simulated with one component taken away (NSP paper, Fig. 10).
+
+recompute    no node keeps its attention output
+overlap      a node ends before the next begins
+router       samples go to nodes greedily: Algorithm 1 with a beam of one state
+cost model   plans are made by forward attention alone; exchanges and dense work cost nothing
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_nsp.plan import IntArray, Plan
+from megatron_nsp.planner import CostModel, plan_batch
+from megatron_nsp.planner.passes import by_passes
+from megatron_nsp.planner.placement import Placement
+from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
+from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.planner.profile import AttentionRate
+from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.simulator.compare import Setting, simulate_with_marks
+
+FULL = "full"
+GREEDY = "greedy"
+_GREEDY_PREFIX = 64
+_UNLIMITED = 1e30
+
+
+def attention_only(cost: CostModel) -> CostModel:
+    """A cost model that sees the forward pass of attention alone."""
+    profile = replace(
+        cost.profile,
+        attention={
+            length: AttentionRate(rate.fwd_flops_per_s, _UNLIMITED)
+            for length, rate in cost.profile.attention.items()
+        },
+        dense_flops_per_s=_UNLIMITED,
+        intra_bytes_per_s=_UNLIMITED,
+        inter_bytes_per_s=_UNLIMITED,
+        latency_us=0.0,
+        bias_us=0.0,
+        exchanges={},
+    )
+    return replace(cost, profile=profile)
+
+
+def _planned(lengths: IntArray, setting: Setting, cost: CostModel, policy: str) -> Plan:
+    return plan_batch(
+        lengths,
+        cost.tree,
+        cost,
+        token_budget=setting.token_budget,
+        num_micro_batches=setting.num_micro_batches,
+        policy=policy,
+        compares_all=False,
+        more_policies={GREEDY: by_passes(_place_greedily)},
+    ).plan
+
+
+def _place_greedily(problem: PassProblem) -> Placement:
+    return place_algorithm_1(problem, _GREEDY_PREFIX, beam_width=1)
+
+
+def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArray]:
+    """`[batches]` time of each step in microseconds, by what is missing; 'full' is nothing."""
+    plain = replace(setting, iteration=replace(setting.iteration, overlap=False))
+    variants: dict[str, tuple[Setting, Callable[[IntArray], Plan]]] = {
+        FULL: (setting, lambda lengths: _planned(lengths, setting, setting.cost, "auto")),
+        "recompute": (
+            replace(setting, save_bytes=0.0),
+            lambda lengths: _planned(lengths, setting, setting.cost, "auto"),
+        ),
+        "overlap": (plain, lambda lengths: _planned(lengths, setting, setting.cost, "auto")),
+        "router": (setting, lambda lengths: _planned(lengths, setting, setting.cost, GREEDY)),
+        "cost model": (
+            setting,
+            lambda lengths: _planned(lengths, setting, attention_only(setting.cost), "search"),
+        ),
+    }
+    return {
+        name: np.array([simulate_with_marks(plan(lengths), how).step_us for lengths in batches])
+        for name, (how, plan) in variants.items()
+    }
