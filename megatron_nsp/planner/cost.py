@@ -7,7 +7,8 @@ of L tokens at degree d, H query and K key/value heads of D elements, Kd = max(K
     prologue   L/d (d-1) (H/d + 2 Kd) D elements sent forward (q, k, v), L/d (d-1) H/d D backward
     epilogue   (L - L/d) H/d D elements forward (the output), (L - L/d) (H/d + 2 Kd) D backward
     dense      L/d tokens of projections, MLP and output layer, backward twice the forward
-    experts    L/d tokens to their experts and back, the same backward
+    experts    L/d tokens to their experts and back, the same backward; a node smaller than the
+               expert-parallel group shares this work with all of the group's ranks
 
 All of them add up over the samples of a node, so a sample has one time per degree and pass. Times
 are for the whole model and spread a node's tokens evenly: the floors of the real slices move at
@@ -276,7 +277,17 @@ class CostModel:
             bwd_us=self.sample_us(lengths, Pass.BWD),
             latency_us=self.node_latency_us,
             bias_us=self.profile.bias_us,
+            expert_us=self._expert_us(lengths),
+            expert_degree=self.shape.expert_degree,
         )
+
+    def _expert_us(self, lengths: IntArray) -> FloatArray | None:
+        """`[n, 2]` work of the samples' experts in both passes, where groups share it."""
+        if self.shape.expert_degree == 1 or self.profile.fitted is not None:
+            return None
+        each_us = np.array([self.expert_us_per_token(pass_) for pass_ in Pass])
+        expert_us: FloatArray = np.asarray(lengths, dtype=np.float64)[:, None] * each_us
+        return expert_us
 
     def score(self, plan: Plan) -> PlanScore:
         """The times of a plan."""

@@ -32,6 +32,9 @@ class PassProblem:
         latency_ns: `[K+1]` what an active node adds to each of its ranks in one pass.
         token_budget: the most tokens a rank may hold; None = no limit.
         bound_us: lower bound of the load, without bias and node latency.
+        expert_ns: `[n, 2]` work of each sample's experts in both passes, on one rank.
+        shares_experts: `[K+1]` whether nodes of a degree share that work with a whole group.
+        expert_degree: ranks of an expert-parallel group.
     """
 
     tree: SPTree
@@ -42,6 +45,9 @@ class PassProblem:
     latency_ns: IntArray
     token_budget: int | None
     bound_us: float
+    expert_ns: IntArray
+    shares_experts: npt.NDArray[np.bool_]
+    expert_degree: int
 
     @classmethod
     def from_times(cls, times: SampleTimes, token_budget: int | None) -> "PassProblem":
@@ -63,6 +69,9 @@ class PassProblem:
         # At least one: a sample that weighs nothing would be piled up with others like it.
         fwd_ns = np.maximum(np.rint(times.fwd_us * 1000.0).astype(np.int64), 1)
         bwd_ns = np.maximum(np.rint(times.bwd_us * 1000.0).astype(np.int64), 1)
+        expert_ns = np.zeros((len(times.lengths), 2), dtype=np.int64)
+        if times.expert_us is not None:
+            expert_ns = np.rint(times.expert_us * 1000.0).astype(np.int64)
         return cls(
             tree=times.tree,
             lengths=times.lengths,
@@ -72,6 +81,9 @@ class PassProblem:
             latency_ns=np.rint(times.latency_us * 1000.0).astype(np.int64),
             token_budget=token_budget,
             bound_us=lower_bound_us(times, token_budget),
+            expert_ns=expert_ns,
+            shares_experts=times.shares_experts,
+            expert_degree=times.expert_degree,
         )
 
     @property

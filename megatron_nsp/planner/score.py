@@ -68,6 +68,9 @@ class SampleTimes:
         bwd_us: `[n, K+1]` the same in a backward pass.
         latency_us: `[K+1]` what an active node adds to each of its ranks in one pass.
         bias_us: time of a micro-batch beyond its work.
+        expert_us: `[n, 2]` work of each sample's experts in both passes, on one rank; `fwd_us` and
+            `bwd_us` hold it divided by the degree.
+        expert_degree: ranks of an expert-parallel group, which do that work together.
     """
 
     tree: SPTree
@@ -76,6 +79,22 @@ class SampleTimes:
     bwd_us: FloatArray
     latency_us: FloatArray
     bias_us: float
+    expert_us: FloatArray | None = None
+    expert_degree: int = 1
+
+    @property
+    def shares_experts(self) -> npt.NDArray[np.bool_]:
+        """`[K+1]` whether nodes of a degree lie inside a group that does more than their work.
+
+        Nodes that groups cut unevenly are taken to do their own experts' work.
+        """
+        degrees = np.array(self.tree.degrees)
+        if self.expert_us is None or self.tree.num_ranks % self.expert_degree:
+            return np.zeros(len(degrees), dtype=bool)
+        shares: npt.NDArray[np.bool_] = (degrees < self.expert_degree) & (
+            self.expert_degree % degrees == 0
+        )
+        return shares
 
     def take(self, samples: IntArray) -> "SampleTimes":
         """The times of some of the samples, in the order given."""
@@ -86,6 +105,8 @@ class SampleTimes:
             bwd_us=self.bwd_us[samples],
             latency_us=self.latency_us,
             bias_us=self.bias_us,
+            expert_us=None if self.expert_us is None else self.expert_us[samples],
+            expert_degree=self.expert_degree,
         )
 
     def at_degrees(self, columns: tuple[int, ...]) -> "SampleTimes":
@@ -98,6 +119,8 @@ class SampleTimes:
             bwd_us=self.bwd_us[:, kept],
             latency_us=self.latency_us[kept],
             bias_us=self.bias_us,
+            expert_us=self.expert_us,
+            expert_degree=self.expert_degree,
         )
 
     def score(
@@ -128,7 +151,33 @@ class SampleTimes:
                 np.where(np.bincount(node, minlength=size) > 0, node_latency_us, 0.0),
             )
         )
+        if self.expert_us is not None and self.shares_experts.any():
+            rows = placed[self.shares_experts[column]]
+            where = column[self.shares_experts[column]], index[rows], micro_batch[rows]
+            fwd_us += self._shift(self.expert_us[rows, 0], *where, num_micro_batches)
+            bwd_us += self._shift(self.expert_us[rows, 1], *where, num_micro_batches)
         return PlanScore(fwd_us, bwd_us, latency_us, self.bias_us)
+
+    def _shift(
+        self,
+        expert_us: FloatArray,
+        column: IntArray,
+        index: IntArray,
+        micro_batch: IntArray,
+        num_micro_batches: int,
+    ) -> FloatArray:
+        """`[M, P]` what sharing experts adds to each rank: its part of the group's less its own."""
+        num_ranks, group = self.tree.num_ranks, self.expert_degree
+        shift_us = np.zeros((num_micro_batches, num_ranks))
+        for k, degree in enumerate(self.tree.degrees):
+            at = column == k
+            num_nodes = num_ranks // degree
+            own_us = _sums(micro_batch[at], index[at], expert_us[at], num_micro_batches, num_nodes)
+            shift_us -= np.repeat(own_us / degree, degree, axis=1)
+        number = index * np.array(self.tree.degrees)[column] // group
+        size = num_micro_batches, num_ranks // group
+        shift_us += np.repeat(_sums(micro_batch, number, expert_us, *size) / group, group, axis=1)
+        return shift_us
 
     def _rank_sums(self, node_us: FloatArray) -> FloatArray:
         """`[M, P]` sums over each rank's path of `[M, nodes]`, nodes by degree and index."""
@@ -139,3 +188,12 @@ class SampleTimes:
             load_us += np.repeat(node_us[:, start:stop], degree, axis=1)
             start = stop
         return load_us
+
+
+def _sums(
+    row: IntArray, column: IntArray, values: FloatArray, num_rows: int, num_columns: int
+) -> FloatArray:
+    """`[rows, columns]` sums of the values by place."""
+    flat = np.bincount(row * num_columns + column, weights=values, minlength=num_rows * num_columns)
+    sums: FloatArray = flat.reshape(num_rows, num_columns)
+    return sums

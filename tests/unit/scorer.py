@@ -68,14 +68,31 @@ def sample_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
         sent_bytes = (there + back) * model["head_dim"] * model["bytes_per_element"]
         exchange_us = sent_bytes / exchange_rate(profile, degree)[0] * 1e6
     if model["expert_degree"] > 1:
-        rate = exchange_rate({**profile, "exchanges": {}}, model["expert_degree"])[0]
-        exchange_us += model["expert_bytes_per_token"] * length / degree / rate * 1e6
+        exchange_us += expert_exchange_us(length, profile) / degree
     layers = model["num_layers"]
     output = model["output_flops_per_token"] * length / degree
     output_us = output / profile["dense_flops_per_s"] * 1e6
     return (
         layers * (fwd_us + exchange_us + dense_us) + output_us,
         layers * (2.5 * bwd_us + exchange_us + 2 * dense_us) + 2 * output_us,
+    )
+
+
+def expert_exchange_us(length: int, profile: dict) -> float:
+    """Time one layer takes to send a sample's tokens to their experts and back."""
+    model = profile["model"]
+    rate = exchange_rate({**profile, "exchanges": {}}, model["expert_degree"])[0]
+    return model["expert_bytes_per_token"] * length / rate * 1e6
+
+
+def expert_us(length: int, profile: dict) -> tuple[float, float]:
+    """Work of a sample's experts in both passes, done by one rank."""
+    model = profile["model"]
+    work_us = model["expert_flops_per_token"] * length / profile["dense_flops_per_s"] * 1e6
+    sent_us = expert_exchange_us(length, profile)
+    return (
+        model["num_layers"] * (work_us + sent_us),
+        model["num_layers"] * (2 * work_us + sent_us),
     )
 
 
@@ -95,6 +112,17 @@ def score_plan(plan: dict, profile: dict) -> Score:
             fwd[m][rank] += sum(time[0] for time in times)
             bwd[m][rank] += sum(time[1] for time in times)
             latency[m][rank] += profile["model"]["num_layers"] * waits_us
+        group = profile["model"]["expert_degree"]
+        if profile["fitted"] is None and degree < group and group % degree == 0:
+            # The experts' work is done by the whole group, not by the node's ranks alone.
+            shared = [expert_us(length, profile) for length in node["lengths"]]
+            first = node["index"] * degree // group * group
+            for which, loads in enumerate((fwd, bwd)):
+                work_us = sum(each[which] for each in shared)
+                for rank in range(node["index"] * degree, (node["index"] + 1) * degree):
+                    loads[m][rank] -= work_us / degree
+                for rank in range(first, first + group):
+                    loads[m][rank] += work_us / group
     load_us, plain_us = 0.0, 0.0
     for m in range(num_passes):
         load_us += max(map(sum, zip(fwd[m], latency[m], strict=True)))

@@ -119,7 +119,11 @@ def test_rates_between_two_lengths_lie_between_and_plans_score_with_them() -> No
     assert profile.attention_flops_per_s(lengths, True).tolist() == [1e9, 1e9, 1.5e9, 3e9, 3e9]
     assert profile.attention_flops_per_s(lengths, False).tolist() == [2e9, 2e9, 1.75e9, 1e9, 1e9]
     experts = dataclasses.replace(
-        SMALL, expert_degree=4, expert_bytes_per_token=99.0, output_flops_per_token=5e5
+        SMALL,
+        expert_degree=4,
+        expert_flops_per_token=SMALL.dense_flops_per_token / 2,
+        expert_bytes_per_token=99.0,
+        output_flops_per_token=5e5,
     )
     cost = CostModel(profile, experts, SPTree(4, (1, 2, 4)))
     assert cost.node_latency_us.tolist() == [2 * 400.0, 2 * (400 + 2 * 900.0), 2 * 3 * 400.0]

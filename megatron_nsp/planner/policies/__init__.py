@@ -14,7 +14,9 @@ import numpy as np
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.bounds import lower_bound_us
 from megatron_nsp.planner.evening import evened
+from megatron_nsp.planner.experts import share_experts
 from megatron_nsp.planner.passes import Batch, BatchPolicy, PassPolicy, by_passes
+from megatron_nsp.planner.placement import Placement
 from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
 from megatron_nsp.planner.policies.basp import plan_basp
 from megatron_nsp.planner.policies.disjoint_lpt import place_disjoint_lpt
@@ -23,6 +25,7 @@ from megatron_nsp.planner.policies.flexsp import plan_flexsp, plan_flexsp_10s
 from megatron_nsp.planner.policies.flexsp_milp import solver_modules
 from megatron_nsp.planner.policies.static import place_static
 from megatron_nsp.planner.policies.two_level import place_two_level
+from megatron_nsp.planner.problem import PassProblem
 from megatron_nsp.planner.score import SampleTimes
 from megatron_nsp.planner.search import search
 from megatron_nsp.tree import SPTree
@@ -37,8 +40,14 @@ __all__ = [
     "portfolio_of",
 ]
 
+
+def _finish(problem: PassProblem, placement: Placement) -> Placement:
+    """The last touches of the search, once the passes are settled."""
+    return share_experts(problem, evened(problem, placement))
+
+
 POLICIES: dict[str, BatchPolicy] = {
-    "search": by_passes(search, refine=evened),
+    "search": by_passes(search, refine=_finish),
     "two-level": by_passes(place_two_level),
     "disjoint-lpt": by_passes(place_disjoint_lpt),
     "megatron-dynamic-cp": by_passes(place_dynamic_cp),
