@@ -78,6 +78,7 @@ def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
         "profile": {
             **cost.profile.to_dict(),
             "backend": cost.backend,
+            "recompute": cost.recompute,
             "bwd_attention_factor": BWD_ATTENTION_FACTOR,
             "bwd_dense_factor": BWD_DENSE_FACTOR,
             "model": asdict(cost.shape),

@@ -21,6 +21,9 @@ from megatron_nsp.tree import SPTree
 _SIZES = {"heads": 32, "kv_heads": 4, "head_dim": 128, "hidden": 2048, "layers": 48}
 """Sizes of the model without --model."""
 
+_RECOMPUTED = {"none": "none", "selective": "attention", "full": "full"}
+"""How the cost model calls what Megatron's flags call selective."""
+
 _PARALLEL = ("tp", "pp", "ep")
 _TOKENS = ("batch_tokens", "max_len", "token_budget")
 _MOST = {"ranks": 2**16, "max_degree": 2**16, **dict.fromkeys((*_SIZES, *_PARALLEL), 2**24)}
@@ -78,8 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         model.add_argument(flag, type=int, help=f"of another model, on one rank ({default})")
     memory = parser.add_argument_group("memory of a --model, instead of --token-budget")
     memory.add_argument("--memory-gb", type=float, help="of one rank, 10^9 bytes")
-    memory.add_argument(
-        "--recompute", default="full", choices=RECOMPUTE_POLICIES, help="(%(default)s)"
+    parser.add_argument(
+        "--recompute",
+        default="none",
+        choices=RECOMPUTE_POLICIES,
+        help="what backward runs again: nothing, core attention, or whole layers (%(default)s)",
     )
     memory.add_argument(
         "--offload-optimizer", action="store_true", help="optimizer state is kept by the host"
@@ -109,7 +115,8 @@ def cost_model(args: argparse.Namespace) -> CostModel:
     """
     profile = load_profile(args.profile)
     shape = _shape(args)
-    return CostModel(profile, shape, _tree(args, shape, profile))
+    tree = _tree(args, shape, profile)
+    return CostModel(profile, shape, tree, recompute=_RECOMPUTED[args.recompute])
 
 
 def budget(args: argparse.Namespace, profile: Profile) -> int | None:

@@ -15,7 +15,7 @@ from megatron_nsp.planner.lengths import draw_batch, load_lengths
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.simulator.ablation import FULL, ablate
 from megatron_nsp.simulator.compare import Comparison, Setting, Trial, compare, run_trials
-from megatron_nsp.simulator.iteration import RECOMPUTE_POLICIES, IterationSettings
+from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
 
 _ALIASES = ("leaves", "root", "dp", "search")
@@ -23,8 +23,6 @@ _SLOW = ("flexsp", "flexsp-10s")
 """Solved for a minute or more a batch: only where they are asked for."""
 
 _CHEAP_POLICIES = "cheap"
-_RECOMPUTED = {"none": "none", "selective": "attention", "full": "full"}
-"""How the memory flags call what the simulator recomputes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +145,7 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
         longest=max(args.max_len or 1, longest),
         iteration=IterationSettings(
             overlap=not args.no_overlap,
-            recompute=_RECOMPUTED[args.recompute] if args.model else RECOMPUTE_POLICIES[0],
+            recompute=cost.recompute,
             gather_us=gather_us,
             scatter_us=scatter_us,
         ),

@@ -13,7 +13,7 @@ from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
-from megatron_nsp.mcore.model import model_shape
+from megatron_nsp.mcore.model import model_shape, recomputed
 from megatron_nsp.mcore.step_log import step_line
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
@@ -154,7 +154,12 @@ class Job:
 
     def _cost(self) -> CostModel:
         bytes_per_element = 2 if self.args.bf16 or self.args.fp16 else 4
-        return CostModel(self.profile, model_shape(self.args, bytes_per_element), self.tree)
+        return CostModel(
+            self.profile,
+            model_shape(self.args, bytes_per_element),
+            self.tree,
+            recompute=recomputed(self.args),
+        )
 
     def _plan_batch(self) -> PlanBatch:
         if not self._is_replay:

@@ -45,6 +45,21 @@ def model_of(args: argparse.Namespace) -> Model:
     )
 
 
+def recomputed(args: argparse.Namespace) -> str:
+    """What a backward pass runs again, as the cost model calls it.
+
+    Layers in part (`--recompute-num-layers` below their number) count as none.
+    """
+    if args.recompute_granularity == "full":
+        layers = args.num_layers // args.pipeline_model_parallel_size
+        is_whole = args.recompute_method == "uniform" or (args.recompute_num_layers or 0) >= layers
+        return "full" if is_whole else "none"
+    modules = args.recompute_modules or ["core_attn"]
+    if args.recompute_granularity == "selective" and "core_attn" in modules:
+        return "attention"
+    return "none"
+
+
 def model_shape(args: argparse.Namespace, bytes_per_element: int) -> ModelShape:
     """What the planner needs to know of a model, as one rank sees it.
 

@@ -33,6 +33,8 @@ from megatron_nsp.planner.score import FloatArray, PlanScore, SampleTimes
 from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.tree import SPTree
 
+RECOMPUTE = ("none", "attention", "full")
+
 BWD_ATTENTION_FACTOR = 2.5
 """Backward flops of flash attention over forward: five matrix products instead of two."""
 
@@ -168,18 +170,26 @@ class CostModel:
         shape: what the model needs.
         tree: the SP tree; its degrees are the columns of every `[n, K+1]` array, ascending.
         backend: the SP backend whose bytes are counted.
+        recompute: what a backward pass runs again: 'none', 'attention' (with its exchanges), or
+            'full' layers.
 
     Raises:
-        ValueError: the backend is unknown, or cannot split the heads at a degree of the tree.
+        ValueError: the backend or what is recomputed is unknown, or the backend cannot split the
+            heads at a degree of the tree.
     """
 
     profile: Profile
     shape: ModelShape
     tree: SPTree
     backend: str = "ulysses"
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         """Refuses trees that the backend cannot serve."""
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(
+                f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute}"
+            )
         if self.backend not in SENT_BYTES:
             raise ValueError(f"no SP backend {self.backend}, only {', '.join(SENT_BYTES)}")
         for degree in self.tree.degrees if self.profile.fitted is None else ():
@@ -262,9 +272,28 @@ class CostModel:
 
     def sample_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
         """`[n, K+1]` what each sample adds to every rank of its node: all phases and dense work."""
+        tokens = np.asarray(lengths, dtype=np.float64)[:, None]
+        dense_us_per_token = self.dense_us_per_token(pass_)
+        sample_us = self._attention_us(lengths, pass_)
+        if pass_ is self.recompute_pass and self.recompute != "none":
+            sample_us = sample_us + self._attention_us(lengths, Pass.FWD)
+            if self.recompute == "full":
+                dense_us_per_token += self.dense_us_per_token(Pass.FWD)
+        return sample_us + tokens * (dense_us_per_token / np.array(self.tree.degrees))
+
+    @property
+    def recompute_pass(self) -> Pass:
+        """The pass that recomputation is counted with.
+
+        It runs in backward. Ranks that share experts wait for one another in it, as in forward and
+        before the rest of backward, so its slowest rank is that of forward.
+        """
+        return Pass.FWD if self.shape.expert_degree > 1 else Pass.BWD
+
+    def _attention_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
+        """`[n, K+1]` the three phases of attention."""
         us_per_token = self.exchange_us_per_token(pass_, Phase.PROLOGUE)
         us_per_token = us_per_token + self.exchange_us_per_token(pass_, Phase.EPILOGUE)
-        us_per_token = us_per_token + self.dense_us_per_token(pass_) / np.array(self.tree.degrees)
         tokens = np.asarray(lengths, dtype=np.float64)[:, None]
         return self.compute_us(lengths, pass_) + tokens * us_per_token
 
@@ -286,6 +315,8 @@ class CostModel:
         if self.shape.expert_degree == 1 or self.profile.fitted is not None:
             return None
         each_us = np.array([self.expert_us_per_token(pass_) for pass_ in Pass])
+        if self.recompute == "full":
+            each_us[0] *= 2.0  # see recompute_pass
         expert_us: FloatArray = np.asarray(lengths, dtype=np.float64)[:, None] * each_us
         return expert_us
 

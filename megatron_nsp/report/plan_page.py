@@ -1,7 +1,7 @@
 """The page of a plan: tree, load and tokens of the ranks, the two queues, other degrees."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,8 @@ def _cost_model(constants: Mapping[str, Any], tree: SPTree) -> CostModel:
     """The cost model from the constants a plan was made with."""
     known = {entry.name for entry in fields(Profile)}
     profile = Profile.from_dict({k: v for k, v in constants.items() if k in known})
-    return CostModel(profile, ModelShape(**constants["model"]), tree, constants["backend"])
+    shape = ModelShape(**constants["model"])
+    return CostModel(profile, shape, tree, constants["backend"], constants["recompute"])
 
 
 def _summary(data: Mapping[str, Any], plan: Plan, cost: CostModel) -> str:
@@ -196,7 +197,7 @@ def _other_degrees(plan: Plan, cost: CostModel) -> str:
     rows = []
     for count in range(1, len(plan.tree.degrees) + 1):
         tree = SPTree(plan.tree.num_ranks, plan.tree.degrees[:count])
-        smaller = CostModel(cost.profile, cost.shape, tree, cost.backend)
+        smaller = replace(cost, tree=tree)
         name = f"up to {tree.max_degree}"
         try:
             result = plan_batch(

@@ -4,6 +4,6 @@ Pure: plans and profiles go in, times come out. Nothing here runs a model.
 """
 
 from megatron_nsp.simulator.iteration import Breakdown, IterationSettings, simulate_plan
-from megatron_nsp.simulator.marks import SavedNodes, mark_saved
+from megatron_nsp.simulator.marks import SavedSamples, mark_saved
 
-__all__ = ["Breakdown", "IterationSettings", "SavedNodes", "mark_saved", "simulate_plan"]
+__all__ = ["Breakdown", "IterationSettings", "SavedSamples", "mark_saved", "simulate_plan"]

@@ -81,7 +81,6 @@ def run_attention(
     pass_: Pass,
     clocks: Clocks,
     overlap: bool,
-    runs: BoolArray | None = None,
     events: list[Event] | None = None,
 ) -> FloatArray:
     """Runs one pass of attention of one layer, moving the clocks.
@@ -91,13 +90,12 @@ def run_attention(
         pass_: forward or backward.
         clocks: the ranks' clocks.
         overlap: stream the phases; otherwise finish a node before the next.
-        runs: `[N, P]` which nodes take part; None = all. Equal on all ranks of a node.
         events: gets an entry for every step that takes time.
 
     Returns:
         `[P]` time each compute queue was busy.
     """
-    is_on = paths.is_active if runs is None else paths.is_active & runs
+    is_on = paths.is_active
     ready_us = clocks.compute_us  # what prologues send is there when the pass begins
     busy_us = np.zeros_like(clocks.compute_us)
     done: dict[int, FloatArray] = {}

@@ -6,7 +6,7 @@ can be planned. A policy that cannot plan some batch is not compared.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -93,13 +93,7 @@ def simulate_with_marks(plan: Plan, setting: Setting) -> Breakdown:
     iteration = setting.iteration
     if iteration.recompute != "none" and setting.save_bytes > 0:
         saved = mark_saved(plan, setting.cost.shape, setting.save_bytes)
-        iteration = IterationSettings(
-            iteration.overlap,
-            iteration.recompute,
-            saved,
-            iteration.gather_us,
-            iteration.scatter_us,
-        )
+        iteration = replace(iteration, saved=saved)
     return simulate_plan(plan, setting.cost, iteration)
 
 

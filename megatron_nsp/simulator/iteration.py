@@ -9,19 +9,17 @@ start when the last rank of the expert-parallel group arrives. Traffic of differ
 not to slow each other down.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner.cost import CostModel
+from megatron_nsp.planner.cost import RECOMPUTE, CostModel
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.schedule import Pass
 from megatron_nsp.simulator.attention import Clocks, run_attention
-from megatron_nsp.simulator.marks import SavedNodes
-from megatron_nsp.simulator.network import ActivePaths, BoolArray, active_paths
-
-RECOMPUTE_POLICIES = ("none", "attention", "full")
+from megatron_nsp.simulator.marks import SavedSamples
+from megatron_nsp.simulator.network import ActivePaths, active_paths
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,14 @@ class IterationSettings:
     Attributes:
         overlap: stream communication under compute.
         recompute: 'none', 'attention' (core attention) or 'full' (whole layers) in backward.
-        saved: nodes whose attention is not recomputed.
+        saved: samples whose attention is not recomputed; None = all are.
         gather_us: time in which all ranks gather one layer's parameters; 0 = not sharded.
         scatter_us: time in which they scatter its gradients.
     """
 
     overlap: bool = True
     recompute: str = "none"
-    saved: SavedNodes = field(default_factory=lambda: SavedNodes(frozenset(), 0.0))
+    saved: SavedSamples | None = None
     gather_us: float = 0.0
     scatter_us: float = 0.0
 
@@ -48,9 +46,9 @@ class IterationSettings:
         Raises:
             ValueError: names the policies.
         """
-        if self.recompute not in RECOMPUTE_POLICIES:
+        if self.recompute not in RECOMPUTE:
             raise ValueError(
-                f"recompute must be one of {', '.join(RECOMPUTE_POLICIES)}, got {self.recompute}"
+                f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute}"
             )
 
 
@@ -119,7 +117,9 @@ class _Run:
     def micro_batch(self, number: int) -> None:
         """Forward and backward of one micro-batch."""
         paths = active_paths(self.plan, number, self.cost)
-        recomputed = self._recomputed(paths, number)
+        saved = self.settings.saved
+        again = self.plan if saved is None else saved.recomputed(self.plan)
+        recomputed = active_paths(again, number, self.cost)
         layers = self.cost.shape.num_layers
         for pass_ in Pass:
             gathered_us = self._start_gather()
@@ -138,17 +138,6 @@ class _Run:
         self.clocks.compute_us = self.clocks.compute_us + self.cost.profile.bias_us
         self.bias_us += self.cost.profile.bias_us
         self._wait_for_sharding(self.sharding_free_us)
-
-    def _recomputed(self, paths: ActivePaths, micro_batch: int) -> BoolArray:
-        """`[N, P]` the nodes whose attention runs again in backward."""
-        saved = self.settings.saved.nodes
-        is_saved = np.array(
-            [(micro_batch, node) in saved for node in self.plan.tree.nodes()], dtype=bool
-        )
-        if self.settings.recompute == "none":
-            return np.zeros_like(paths.is_active)
-        recomputed: BoolArray = paths.is_active & ~is_saved[paths.node]
-        return recomputed
 
     def _attention(self, paths: ActivePaths, pass_: Pass) -> None:
         self.attention_us += run_attention(paths, pass_, self.clocks, self.settings.overlap)
@@ -176,12 +165,10 @@ class _Run:
         self.clocks.compute_us = self.clocks.compute_us + shared_us
         return paths.tokens * own_us + shared_us
 
-    def _recompute(self, paths: ActivePaths, recomputed: BoolArray) -> None:
+    def _recompute(self, paths: ActivePaths, recomputed: ActivePaths) -> None:
         if self.settings.recompute == "none":
             return
-        busy_us = run_attention(
-            paths, Pass.FWD, self.clocks, self.settings.overlap, runs=recomputed
-        )
+        busy_us = run_attention(recomputed, Pass.FWD, self.clocks, self.settings.overlap)
         if self.settings.recompute == "full":
             busy_us = busy_us + self._run_dense(paths, Pass.FWD)
         self.recompute_us += busy_us

@@ -1,30 +1,36 @@
-"""Which nodes keep their attention output instead of computing it again (NSP paper, section 4.2.2).
+"""Which samples keep their attention output instead of computing it again (NSP paper, 4.2.2).
 
-Saving a node costs its ranks bytes and spares them its attention in the recomputation. Nodes are
-taken root to leaf, long samples first: their attention costs most for each byte. A node is saved by
-all of its ranks or by none, so it counts against the fullest of them.
+Saving costs a node's ranks bytes and spares them its attention in the recomputation. Nodes are
+taken root to leaf and the samples of a node longest first, as they lie in its stream: attention of
+long samples costs most for each byte. Members of a node hold equal slices of its stream, so of its
+saved head the first members hold more; the fullest member decides.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_nsp.plan import Plan
+from megatron_nsp.layout import slice_bounds
+from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.planner.cost import ModelShape
-from megatron_nsp.tree import Node
 
 
-@dataclass(frozen=True)
-class SavedNodes:
+@dataclass(frozen=True, eq=False)
+class SavedSamples:
     """The marks of a plan.
 
     Attributes:
-        nodes: saved nodes, by micro-batch.
+        is_saved: `[n]` whether a sample's attention output is kept.
         rank_bytes: most bytes any rank keeps in a micro-batch.
     """
 
-    nodes: frozenset[tuple[int, Node]]
+    is_saved: npt.NDArray[np.bool_]
     rank_bytes: float
+
+    def recomputed(self, plan: Plan) -> Plan:
+        """The plan without the saved samples: what runs again."""
+        return replace(plan, micro_batch=np.where(self.is_saved, CARRIED, plan.micro_batch))
 
 
 def saved_bytes_per_token(shape: ModelShape) -> int:
@@ -33,24 +39,31 @@ def saved_bytes_per_token(shape: ModelShape) -> int:
     return shape.num_layers * layer
 
 
-def mark_saved(plan: Plan, shape: ModelShape, budget_bytes: float) -> SavedNodes:
-    """Marks the nodes to save.
+def mark_saved(plan: Plan, shape: ModelShape, budget_bytes: float) -> SavedSamples:
+    """Marks the samples to save.
 
     Args:
         plan: the plan.
         shape: the model.
         budget_bytes: most bytes that a rank may keep in a micro-batch.
     """
-    per_token, saved, most = saved_bytes_per_token(shape), set(), 0.0
+    per_token, most = saved_bytes_per_token(shape), 0.0
+    is_saved = np.zeros(plan.num_samples, dtype=bool)
     for micro_batch in range(plan.num_micro_batches):
         held = np.zeros(plan.tree.num_ranks)
         for node in sorted(plan.active_nodes(micro_batch)):
-            stream = int(plan.lengths[plan.samples_of(node, micro_batch)].sum())
+            samples = plan.samples_of(node, micro_batch)
+            ends = np.cumsum(plan.lengths[samples])
+            bounds = slice_bounds(int(ends[-1]), plan.tree.degree(node))
+            # [samples, members] tokens that each member saves with so many samples of the head.
+            tokens = np.clip(ends[:, None], bounds[:-1], bounds[1:]) - bounds[:-1]
             ranks = plan.tree.ranks(node)
             members = slice(ranks.start, ranks.stop)
-            share = -(-stream // plan.tree.degree(node)) * per_token
-            if float(held[members].max()) + share <= budget_bytes:
-                held[members] += share
-                saved.add((micro_batch, node))
+            after = held[members] + tokens * per_token
+            fits = (after <= budget_bytes).all(axis=1)
+            num_saved = int(fits.sum())  # a longer head never holds less
+            if num_saved:
+                held[members] = after[num_saved - 1]
+                is_saved[samples[:num_saved]] = True
         most = max(most, float(held.max()))
-    return SavedNodes(frozenset(saved), most)
+    return SavedSamples(is_saved, most)

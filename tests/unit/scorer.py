@@ -67,14 +67,24 @@ def sample_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
         back = (length - own_tokens) * (q_heads // degree)
         sent_bytes = (there + back) * model["head_dim"] * model["bytes_per_element"]
         exchange_us = sent_bytes / exchange_rate(profile, degree)[0] * 1e6
+    attention_exchange_us = exchange_us
     if model["expert_degree"] > 1:
         exchange_us += expert_exchange_us(length, profile) / degree
     layers = model["num_layers"]
     output = model["output_flops_per_token"] * length / degree
     output_us = output / profile["dense_flops_per_s"] * 1e6
+    again_us = {
+        "none": 0.0,
+        "attention": layers * (fwd_us + attention_exchange_us),
+        "full": layers * (fwd_us + exchange_us + dense_us) + output_us,
+    }[profile["recompute"]]
+    # Ranks that share experts wait for one another after what is run again, as in forward.
+    with_fwd = model["expert_degree"] > 1
     return (
-        layers * (fwd_us + exchange_us + dense_us) + output_us,
-        layers * (2.5 * bwd_us + exchange_us + 2 * dense_us) + 2 * output_us,
+        layers * (fwd_us + exchange_us + dense_us) + output_us + again_us * with_fwd,
+        layers * (2.5 * bwd_us + exchange_us + 2 * dense_us)
+        + 2 * output_us
+        + again_us * (not with_fwd),
     )
 
 
@@ -90,10 +100,9 @@ def expert_us(length: int, profile: dict) -> tuple[float, float]:
     model = profile["model"]
     work_us = model["expert_flops_per_token"] * length / profile["dense_flops_per_s"] * 1e6
     sent_us = expert_exchange_us(length, profile)
-    return (
-        model["num_layers"] * (work_us + sent_us),
-        model["num_layers"] * (2 * work_us + sent_us),
-    )
+    fwd_us = model["num_layers"] * (work_us + sent_us)
+    times = 2 if profile["recompute"] == "full" else 1
+    return times * fwd_us, model["num_layers"] * (2 * work_us + sent_us)
 
 
 def score_plan(plan: dict, profile: dict) -> Score:

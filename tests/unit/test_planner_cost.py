@@ -126,6 +126,11 @@ def test_rates_between_two_lengths_lie_between_and_plans_score_with_them() -> No
         output_flops_per_token=5e5,
     )
     cost = CostModel(profile, experts, SPTree(4, (1, 2, 4)))
+    for recompute in ("attention", "full"):
+        again = dataclasses.replace(cost, recompute=recompute)
+        plan = random_plan(random.Random(2), cost.tree, [70, 500, 120, 3000])
+        expected = score_plan(plan.to_dict(), constants(again))
+        assert again.score(plan).load_us == pytest.approx(expected.load_us, rel=1e-12)
     assert cost.node_latency_us.tolist() == [2 * 400.0, 2 * (400 + 2 * 900.0), 2 * 3 * 400.0]
     plan = random_plan(random.Random(1), cost.tree, [7, 500, 120, 3000])
     expected = score_plan(plan.to_dict(), constants(cost))

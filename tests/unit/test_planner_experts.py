@@ -31,6 +31,7 @@ def moe(num_ranks: int, expert_degree: int, degrees: tuple[int, ...] = (1, 2, 4,
 @pytest.mark.parametrize("expert_degree", [2, 4, 8, 16])
 def test_plans_score_as_the_independent_formulas_say(expert_degree: int) -> None:
     cost, rng = moe(16, expert_degree), random.Random(expert_degree)
+    cost = dataclasses.replace(cost, recompute=rng.choice(("none", "attention", "full")))
     constants = report(plan_batch([1], cost.tree, cost), cost, Lengths(np.array([1]), 0, 0))
     for _ in range(20):
         lengths = [int(50_000 ** rng.random()) for _ in range(rng.randint(1, 20))]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
+from megatron_nsp.layout import rank_layout
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
 from megatron_nsp.planner.profile import AttentionRate
@@ -37,14 +38,13 @@ def node_phase_us(plan: Plan, m: int, cost: CostModel, step: Step) -> float:
 
 
 def run_pass(
-    plan: Plan, m: int, cost: CostModel, pass_: Pass, clocks: list[list[float]], **how: object
+    plan: Plan, m: int, cost: CostModel, pass_: Pass, clocks: list[list[float]], overlap: bool
 ) -> None:
     """One pass of one layer; `clocks[rank]` is when compute and communication are free."""
-    runs, overlap = how["runs"], bool(how["overlap"])
     started = [clock[0] for clock in clocks]
     queues, ended = {}, {}
     for rank in range(plan.tree.num_ranks):
-        path = [node for node in plan.active_path(rank, m) if runs is None or node in runs]
+        path = plan.active_path(rank, m)
         for step in build_schedule(path, pass_, overlap):
             queues.setdefault((rank, step.queue), deque()).append(step)
     serial_ready = list(started)
@@ -66,7 +66,7 @@ def run_pass(
             members = plan.tree.ranks(step.node) if queue is Queue.COMMUNICATION else [rank]
             if not overlap and step.phase is Phase.PROLOGUE:
                 # Serial: a node starts once the one before it has ended on every member.
-                path = [n for n in plan.active_path(rank, m) if runs is None or n in runs]
+                path = plan.active_path(rank, m)
                 place = path.index(step.node)
                 if place and any(
                     (member, path[place - 1], Phase.EPILOGUE) not in ended for member in members
@@ -132,7 +132,7 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
         return sharding_free
 
     for m in range(plan.num_micro_batches):
-        redone = {node for node in plan.active_nodes(m) if (m, node) not in settings.saved.nodes}
+        redone = plan if settings.saved is None else settings.saved.recomputed(plan)
         for pass_ in Pass:
             gathered = shard(settings.gather_us)
             for layer in range(layers):
@@ -140,14 +140,13 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
                     clock[0] = max(clock[0], gathered)
                 if layer + 1 < layers:
                     gathered = shard(settings.gather_us)
-                how = {"overlap": settings.overlap, "runs": None}
+                how = {"overlap": settings.overlap}
                 if pass_ is Pass.FWD:
                     run_pass(plan, m, cost, pass_, clocks, **how)
                     dense(m, pass_)
                     continue
                 if settings.recompute != "none":
-                    redo = {**how, "runs": redone}
-                    run_pass(plan, m, cost, Pass.FWD, clocks, **redo)
+                    run_pass(redone, m, cost, Pass.FWD, clocks, **how)
                 if settings.recompute == "full":
                     dense(m, Pass.FWD)
                 dense(m, pass_)
@@ -223,6 +222,11 @@ def test_saving_more_recomputes_less_and_budgets_hold_on_every_rank() -> None:
     for budget in (0.0, 1500.0 * per_token, 4000.0 * per_token, 1e15):
         marks = mark_saved(plan, cost.shape, budget)
         assert marks.rank_bytes <= budget
+        held = [0] * 16
+        for rank in range(16):
+            for sample, start, stop in rank_layout(plan, rank).segments:
+                held[rank] += (stop - start) * int(marks.is_saved[sample])
+        assert marks.rank_bytes == pytest.approx(max(held) * per_token)
         settings = IterationSettings(recompute="attention", saved=marks)
         redone = float(simulate_plan(plan, cost, settings).recompute_us.sum())
         assert redone <= before
@@ -290,7 +294,8 @@ def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
         "simulate --lengths paper-mix --ranks 16 --model qwen3-30b-a3b --ep 8 --batches 2 --json"
     )
     words += " --batches 2 --batch-tokens 300K --max-len 64K --profile h200-ib --memory-gb 100"
-    words += " --offload-optimizer --save-gb 1 --policies two-level,auto --ablation"
+    words += " --offload-optimizer --save-gb 4 --policies two-level,auto --ablation"
+    words += " --recompute full"
     assert main(words.split()) == 0
     data = json.loads(capsys.readouterr().out)
     assert data == run_json(words, capsys)
