@@ -1,16 +1,17 @@
 """How good and how fast the planner is: gap to the lower bound, search against policies, time.
 
-Setting: 64 ranks, 2M tokens a batch, at most 192K and 384K tokens a sample, degrees up to 32, 32
-query and 4 key/value heads of 128, hidden 2048, 48 layers, profile h100-ib (an estimate), 50
+Setting: degrees up to 32 (30B) or 64 (235B, 8-way experts), 2M tokens a batch on 64 ranks and as
+much for each rank on more, at most 192K and 384K tokens a sample, profile h200-ib (an estimate), 50
 batches of each of the three length tables.
 
 The gap is the load of the plan over the lower bound, without node latency and, beside it, with it.
-The search wins a batch when its plan alone is at or below the plan of every policy, both scored
-from their JSON by the independent scorer of the tests. Planning is the processor time of a warm
-call (search, portfolio, bound), the least of three: its wall time on a core of its own. The least
-wall time stands beside it.
+The plan must be at or below the plan of every policy of the portfolio, and the search alone wins a
+batch when its own plan is; on 64 ranks both are scored from their JSON by the independent scorer of
+the tests. Planning is what a training step waits for at worst: the processor time of one warm call
+that works out what might win (search, rivals, bound); its wall time stands beside it.
 
-Usage: `python benchmarks/planner.py [--quick]`; exits 1 if a target is missed.
+Usage: `python benchmarks/planner.py [--ranks 64 256 1024] [--models ...] [--batches 50]`; exits 1
+if a target is missed.
 """
 
 import argparse
@@ -29,15 +30,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_nsp.cli.plan import report  # noqa: E402
-from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch  # noqa: E402
+from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch  # noqa: E402
 from megatron_nsp.planner.lengths import draw_batch, load_table, table_names  # noqa: E402
 from megatron_nsp.tree import SPTree  # noqa: E402
 from tests.unit.scorer import score_plan  # noqa: E402
 
-NUM_RANKS, MAX_DEGREE, BATCH_TOKENS = 64, 32, 2_000_000
+MODELS = {"qwen3-30b-a3b": (32, 1), "qwen3-235b-a22b": (64, 8)}
+"""Largest degree and expert-parallel size."""
+
+TOKENS_A_RANK = 2_000_000 // 64
 MAX_LENGTHS = (192 * 1024, 384 * 1024)
-NUM_BATCHES, NUM_QUICK_BATCHES, NUM_TIMED = 50, 5, 3
-MAX_MEDIAN_GAP, MAX_P95_GAP, LEAST_WINS, MAX_PLAN_MS, STRETCH_PLAN_MS = 1.02, 1.06, 0.95, 15.0, 5.0
+MAX_MEDIAN_GAP, MAX_P95_GAP = 1.01, 1.03
+MAX_PLAN_MS = {64: (5.0, 20.0), 1024: (300.0, 300.0)}
+"""p50 and p99 by ranks; the stretch at 1024 ranks is 80 ms."""
 
 # Two sums in another order may differ in their last bits.
 TIE = 1 + 1e-12
@@ -50,36 +55,50 @@ class Row:
     gap: float
     gap_no_latency: float
     is_win: bool
+    is_best: bool
     cpu_ms: float
     wall_ms: float
 
 
+def cost_model(model: str, num_ranks: int) -> CostModel:
+    """The cost model of a setting."""
+    max_degree, expert_parallel = MODELS[model]
+    shape = known_model(model).shape(expert_parallel=expert_parallel)
+    return CostModel(load_profile("h200-ib"), shape, SPTree.powers_of_two(num_ranks, max_degree))
+
+
 def measure(cost: CostModel, name: str, max_length: int, seed: int) -> Row:
     """Plans one batch, then every policy's plan for the same batch."""
-    batch = draw_batch(load_table(name), BATCH_TOKENS, max_length, seed)
-    plan_batch(batch.lengths, cost.tree, cost)
-    cpu_ms, wall_ms = [], []
-    for _ in range(NUM_TIMED):
-        started = time.process_time()
-        result = plan_batch(batch.lengths, cost.tree, cost)
-        cpu_ms.append((time.process_time() - started) * 1e3)
-        wall_ms.append(result.report.plan_ms)
-    profile = report(result, cost, batch)["profile"]
-    loads_us = {}
-    for policy in ("search", *result.report.policies):
-        plan = plan_batch(batch.lengths, cost.tree, cost, policy=policy).plan
-        loads_us[policy] = score_plan(plan.to_dict(), profile).load_us
-    search_us = loads_us.pop("search")
+    num_ranks = cost.tree.num_ranks
+    batch = draw_batch(load_table(name), TOKENS_A_RANK * num_ranks, max_length, seed)
+    result = plan_batch(batch.lengths, cost.tree, cost)
+    started, started_wall = time.process_time(), time.perf_counter()
+    plan_batch(batch.lengths, cost.tree, cost, compares_all=False)
+    cpu_ms = (time.process_time() - started) * 1e3
+    wall_ms = (time.perf_counter() - started_wall) * 1e3
+    facts = result.report
+    loads_us, own_us, search_us = dict(facts.policies), facts.load_us, facts.search_load_us or 0.0
+    if num_ranks <= 64:
+        constants = report(result, cost, batch)["profile"]
+
+        def scored(policy: str) -> float:
+            plan = plan_batch(batch.lengths, cost.tree, cost, policy=policy).plan
+            return score_plan(plan.to_dict(), constants).load_us
+
+        loads_us = {policy: scored(policy) for policy in loads_us}
+        own_us, search_us = score_plan(result.plan.to_dict(), constants).load_us, scored("search")
+    best_us = min(loads_us.values())
     return Row(
-        gap=result.report.gap,
-        gap_no_latency=result.report.gap_no_latency,
-        is_win=search_us <= min(loads_us.values()) * TIE,
-        cpu_ms=min(cpu_ms),
-        wall_ms=min(wall_ms),
+        gap=facts.gap,
+        gap_no_latency=facts.gap_no_latency,
+        is_win=search_us <= best_us * TIE,
+        is_best=own_us <= best_us * TIE,
+        cpu_ms=cpu_ms,
+        wall_ms=wall_ms,
     )
 
 
-def summary(rows: list[Row]) -> tuple[str, list[str]]:
+def summary(rows: list[Row], num_ranks: int) -> tuple[str, list[str]]:
     """One line of the table, and the targets it misses."""
     columns = {
         field: np.array([getattr(row, field) for row in rows], dtype=float)
@@ -88,18 +107,21 @@ def summary(rows: list[Row]) -> tuple[str, list[str]]:
     median = {field: float(np.median(values)) for field, values in columns.items()}
     p95 = {field: float(np.quantile(values, 0.95)) for field, values in columns.items()}
     p99_ms = float(np.quantile(columns["cpu_ms"], 0.99))
-    wins = float(columns["is_win"].mean())
+    wins, best = float(columns["is_win"].mean()), float(columns["is_best"].mean())
     line = (
         f"{median['gap_no_latency']:>7.4f} {p95['gap_no_latency']:>7.4f} "
-        f"{median['gap']:>9.4f} {p95['gap']:>7.4f} {wins:>7.0%} "
+        f"{median['gap']:>9.4f} {p95['gap']:>7.4f} {best:>7.0%} {wins:>7.0%} "
         f"{median['cpu_ms']:>8.1f} {p99_ms:>7.1f} {median['wall_ms']:>9.1f}"
     )
     checks = {
         f"median gap <= {MAX_MEDIAN_GAP}": median["gap_no_latency"] <= MAX_MEDIAN_GAP,
         f"p95 gap <= {MAX_P95_GAP}": p95["gap_no_latency"] <= MAX_P95_GAP,
-        f"search wins >= {LEAST_WINS:.0%}": wins >= LEAST_WINS,
-        f"planning p50 <= {MAX_PLAN_MS} ms": median["cpu_ms"] <= MAX_PLAN_MS,
+        "never above a policy": best == 1.0,
     }
+    if num_ranks in MAX_PLAN_MS:
+        p50, p99 = MAX_PLAN_MS[num_ranks]
+        checks[f"planning p50 <= {p50:.0f} ms"] = median["cpu_ms"] <= p50
+        checks[f"planning p99 <= {p99:.0f} ms"] = p99_ms <= p99
     return line, [name for name, is_met in checks.items() if not is_met]
 
 
@@ -120,35 +142,35 @@ def where() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures all tables, prints the results, and returns the exit status."""
+    """Measures all settings, prints the results, and returns the exit status."""
     parser = argparse.ArgumentParser(description="measure the planner")
-    parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK_BATCHES} batches each")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64], help="(%(default)s)")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--batches", type=int, default=50, help="of each table (%(default)s)")
     args = parser.parse_args(arguments)
-    num_batches = NUM_QUICK_BATCHES if args.quick else NUM_BATCHES
-    cost = CostModel(
-        load_profile("h100-ib"),
-        ModelShape.from_hidden(48, 2048, 32, 4, 128),
-        SPTree.powers_of_two(NUM_RANKS, MAX_DEGREE),
-    )
     print(f"planner: {where()}")
-    print(
-        f"{num_batches} batches of {BATCH_TOKENS:,} tokens, {NUM_RANKS} ranks, h100-ib (estimate)"
-    )
-    print(f"{'':22} {'gap without latency':>15} {'with latency':>13} {'search':>11} {'CPU ms':>13}")
+    print(f"{args.batches} batches each, {TOKENS_A_RANK:,} tokens a rank, h200-ib (estimate)")
+    print(f"{'':22} {'gap without latency':>15} {'with latency':>13} {'best  search':>15} CPU ms")
     print(
         f"{'table':<12} {'longest':>8}  {'median':>7} {'p95':>7} {'median':>9} {'p95':>7} "
-        f"{'wins':>7} {'p50':>8} {'p99':>7} {'wall p50':>9}"
+        f"{'of all':>7} {'wins':>7} {'p50':>8} {'p99':>7} {'wall p50':>9}"
     )
     missed = []
-    for name in table_names():
-        for max_length in MAX_LENGTHS:
-            rows = [measure(cost, name, max_length, seed) for seed in range(num_batches)]
-            line, misses = summary(rows)
-            print(f"{name:<12} {max_length:>8}  {line}", flush=True)
-            missed += [f"{name} {max_length}: {miss} missed" for miss in misses]
+    for model in args.models:
+        for num_ranks in args.ranks:
+            print(f"{model}, {num_ranks} ranks, {MODELS[model][1]}-way experts")
+            cost = cost_model(model, num_ranks)
+            for name in table_names():
+                for max_length in MAX_LENGTHS:
+                    seeds = range(args.batches)
+                    rows = [measure(cost, name, max_length, seed) for seed in seeds]
+                    line, misses = summary(rows, num_ranks)
+                    print(f"{name:<12} {max_length:>8}  {line}", flush=True)
+                    setting = f"{model} {num_ranks} {name} {max_length}"
+                    missed += [f"{setting}: {miss} missed" for miss in misses]
     print(
-        f"targets: gap median {MAX_MEDIAN_GAP}, p95 {MAX_P95_GAP} without latency; search wins "
-        f"{LEAST_WINS:.0%}; planning p50 {MAX_PLAN_MS:.0f} ms (stretch {STRETCH_PLAN_MS:.0f} ms)"
+        f"targets: gap median {MAX_MEDIAN_GAP}, p95 {MAX_P95_GAP} without latency; never above a "
+        f"policy; planning ms by ranks (p50, p99): {MAX_PLAN_MS}"
     )
     print("\n".join(missed) or "all targets met")
     return 1 if missed else 0
