@@ -9,13 +9,50 @@ it. With the group's ranks r and its E-th part of the experts' work,
 What must be even inside a group is therefore everything but the experts. The search spreads work as
 if a rank did the experts of its own tokens, which makes groups equally busy; here the leaves inside
 each group are dealt out anew, by all other work.
+
+A long sample is mostly attention: it keeps a rank busy for longer than its own tokens' experts say,
+since the rank also does its part of the others'. So a second search packs the long samples by what
+a rank has time for beside an even part of all experts' work; the faster of the two plans is taken.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.placement import UNPLACED, PassState, Placement, exact_sums
 from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.planner.search import search
+
+_CLOSE = 0.01
+"""A load so close to the bound is left alone."""
+
+_NUM_ROUNDS, _NUM_TRIED, _NUM_NODES = 8, 6, 2
+"""Rounds of relief, samples of the busiest rank tried, and nodes of each degree."""
+
+
+def search_with_experts(problem: PassProblem, placement: Placement) -> Placement:
+    """The better of a placement of the search and of one that packs long samples with care."""
+    if not problem.shares_experts.any() or not problem.expert_ns.any():
+        return placement
+    careful = search(problem, _time_beside_experts_ns(problem))
+    shared = [share_experts(problem, each) for each in (placement, careful)]
+    best = min(shared, key=lambda each: (len(each.unplaced), shared_load_ns(problem, each)))
+    if shared_load_ns(problem, best) <= (1 + _CLOSE) * problem.bound_ns:
+        return best
+    moved = share_experts(problem, relieve(problem, best))
+    return min((best, moved), key=lambda each: shared_load_ns(problem, each))
+
+
+def _time_beside_experts_ns(problem: PassProblem) -> IntArray:
+    """`[n, K+1]` what fills a rank: all work, or work without experts in what they leave of it."""
+    own_fwd_ns, own_bwd_ns = own_ns(problem)
+    even_ns = int(problem.expert_ns.sum()) / problem.tree.num_ranks
+    scale = problem.bound_ns / max(problem.bound_ns - even_ns, 0.05 * problem.bound_ns)
+    beside_ns = np.rint((own_fwd_ns + own_bwd_ns) * scale).astype(np.int64)
+    return np.where(
+        problem.shares_experts, np.maximum(beside_ns, problem.total_ns), problem.total_ns
+    )
 
 
 def share_experts(problem: PassProblem, placement: Placement) -> Placement:
@@ -80,4 +117,89 @@ def _deal(problem: PassProblem, placement: Placement) -> Placement | None:
         leaves = range(number * group, (number + 1) * group)
         if len(state.place_level(0, samples, load, own[samples, 0], allowed=leaves)):
             return None
+    return state.placement()
+
+
+@dataclass(eq=False)
+class _Loads:
+    """Loads of a placement with experts shared, in both passes.
+
+    Attributes:
+        own_ns: `[2, P]` everything but shared experts.
+        group_ns: `[2, P / E]` the shared experts' work of each group.
+    """
+
+    problem: PassProblem
+    own_ns: IntArray
+    group_ns: IntArray
+
+    @classmethod
+    def of(cls, problem: PassProblem, placement: Placement) -> "_Loads":
+        num_groups = problem.tree.num_ranks // problem.expert_degree
+        loads = cls(
+            problem,
+            np.zeros((2, problem.tree.num_ranks), dtype=np.int64),
+            np.zeros((2, num_groups), dtype=np.int64),
+        )
+        own = own_ns(problem)
+        for sample in np.flatnonzero(placement.index != UNPLACED).tolist():
+            loads.add(own, sample, int(placement.column[sample]), int(placement.index[sample]), 1)
+        return loads
+
+    def add(
+        self, own: tuple[IntArray, IntArray], sample: int, k: int, node: int, sign: int
+    ) -> None:
+        """Books a sample on a node, or takes it out with `sign` -1."""
+        degree, group = self.problem.tree.degrees[k], self.problem.expert_degree
+        first = node * degree
+        for which in range(2):
+            self.own_ns[which, first : first + degree] += sign * own[which][sample, k]
+            if self.problem.shares_experts[k]:
+                work = sign * self.problem.expert_ns[sample, which]
+                self.group_ns[which, first // group] += work
+
+    def rank_ns(self) -> IntArray:
+        """`[2, P]` time of each rank."""
+        group = self.problem.expert_degree
+        rank_ns: IntArray = self.own_ns + np.repeat(self.group_ns // group, group, axis=1)
+        return rank_ns
+
+    def load_ns(self) -> int:
+        """Slowest forward plus slowest backward."""
+        return int(self.rank_ns().max(axis=1).sum())
+
+
+def relieve(problem: PassProblem, placement: Placement) -> Placement:
+    """Moves samples off the busiest rank to nodes of any degree, while it helps."""
+    loads, own = _Loads.of(problem, placement), own_ns(problem)
+    state = PassState(problem)
+    for k in range(len(problem.tree.degrees)):
+        samples = np.flatnonzero((placement.column == k) & (placement.index != UNPLACED))
+        if len(samples):
+            state.add(k, samples, placement.index[samples])
+    for _ in range(_NUM_ROUNDS):
+        before_ns, rank_ns = loads.load_ns(), loads.rank_ns().sum(axis=0)
+        rank = int(rank_ns.argmax())
+        on_path = (state.index == rank // problem.degrees[state.column]) & (state.index >= 0)
+        best: tuple[int, int, int, int] | None = None
+        for sample in np.flatnonzero(on_path)[:_NUM_TRIED].tolist():
+            here = int(state.column[sample]), int(state.index[sample])
+            loads.add(own, sample, *here, -1)
+            for k, degree in enumerate(problem.tree.degrees):
+                fullest = rank_ns.reshape(-1, degree).max(axis=1)
+                for node in np.argsort(fullest, kind="stable")[:_NUM_NODES].tolist():
+                    loads.add(own, sample, k, node, 1)
+                    found = (loads.load_ns(), sample, k, node)
+                    loads.add(own, sample, k, node, -1)
+                    if found[0] < before_ns and (best is None or found < best):
+                        best = found
+            loads.add(own, sample, *here, 1)
+        if best is None:
+            break
+        _, sample, k, node = best
+        here = int(state.column[sample]), int(state.index[sample])
+        if not state.move(sample, k, node):
+            break
+        loads.add(own, sample, *here, -1)
+        loads.add(own, sample, k, node, 1)
     return state.placement()

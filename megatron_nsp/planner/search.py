@@ -50,9 +50,15 @@ Finished = tuple[int, int, Placement]
 """Samples left over, load in nanoseconds, placement: less is better."""
 
 
-def search(problem: PassProblem) -> Placement:
-    """The best placement found."""
-    best = _finish(list(_drafts(problem)), None)
+def search(problem: PassProblem, packed_ns: IntArray | None = None) -> Placement:
+    """The best placement found.
+
+    Args:
+        problem: the micro-batch.
+        packed_ns: `[n, K+1]` what the longest samples are packed by, in the one draft there is
+            then; without it several drafts are made.
+    """
+    best = _finish(list(_drafts(problem, packed_ns)), None)
     is_small = problem.num_samples <= SMALL_BATCH
     good_ns = (BEAM_ABOVE_SMALL if is_small else BEAM_ABOVE) * problem.bound_ns
     if best[0] or best[1] > good_ns:
@@ -79,18 +85,25 @@ def _finish(drafts: list[tuple[PassState, IntArray]], best: Finished | None) -> 
     return best
 
 
-def _drafts(problem: PassProblem) -> Iterator[tuple[PassState, IntArray]]:
+def _drafts(
+    problem: PassProblem, packed_ns: IntArray | None
+) -> Iterator[tuple[PassState, IntArray]]:
     """States with the long samples placed, and the samples still to be placed."""
     num_long = int((problem.total_ns[:, 0] > LONG_SHARE * problem.bound_ns).sum())
     num_prefix = min(max(num_long, MIN_PREFIX), MAX_PREFIX, problem.num_samples)
     tail = np.arange(num_prefix, problem.num_samples)
     least_ns = (problem.total_ns[:num_prefix] + 2 * problem.latency_ns).min(axis=1)
     floor_ns = max(problem.bound_ns, int(least_ns.max(initial=0)))
-    for cost_ns in (problem.total_ns[:num_prefix], _slower_pass_ns(problem)[:num_prefix]):
-        packer = PrefixPacker(problem, cost_ns)
+    costs = [problem.total_ns, _slower_pass_ns(problem)] if packed_ns is None else [packed_ns]
+    num_packed = 0
+    for cost_ns in costs:
+        packer = PrefixPacker(problem, cost_ns[:num_prefix])
         places = packer.pack_tightest(floor_ns)
         if places is not None:
+            num_packed += 1
             yield packer.state(places), tail
+    if packed_ns is not None and num_packed:
+        return
     for cap in CAPS if problem.token_budget is None else BUDGET_CAPS:
         yield _level_by_level(
             problem, cheapest_columns(problem, int(cap * problem.bound_ns)), num_prefix

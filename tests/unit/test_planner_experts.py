@@ -9,10 +9,17 @@ import pytest
 from megatron_nsp.cli.plan import report
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
-from megatron_nsp.planner.experts import own_ns, share_experts, shared_load_ns
+from megatron_nsp.planner.experts import (
+    own_ns,
+    relieve,
+    search_with_experts,
+    share_experts,
+    shared_load_ns,
+)
 from megatron_nsp.planner.lengths import Batch as Lengths
 from megatron_nsp.planner.lengths import draw_batch, load_table
 from megatron_nsp.planner.passes import Batch
+from megatron_nsp.planner.placement import PassState, Placement
 from megatron_nsp.planner.search import search
 from megatron_nsp.simulator import simulate_plan
 from megatron_nsp.testing.random_plans import random_plan
@@ -106,3 +113,38 @@ def test_a_real_batch_gains_and_the_simulation_agrees_with_the_prediction() -> N
     assert result.report.policy == "search"
     simulated_us = simulate_plan(result.plan, cost).step_us
     assert simulated_us == pytest.approx(result.report.load_us, rel=0.03)
+
+
+def test_a_rank_busy_with_one_long_sample_is_relieved() -> None:
+    """It fits a leaf by itself, but not beside its part of the group's experts."""
+    cost = moe(8, 8)
+    lengths = np.array([60_000] + [2000] * 300)
+    problem = Batch(cost.sample_times(lengths), None).problem
+    index = np.append(0, np.arange(300) % 7 + 1)
+    alone = Placement(np.zeros(301, dtype=np.int64), index, 0)
+    relieved = relieve(problem, alone)
+    assert relieved.column[0] > 0
+    before_ns, after_ns = (shared_load_ns(problem, each) for each in (alone, relieved))
+    assert after_ns < 0.8 * before_ns
+    assert shared_load_ns(problem, search_with_experts(problem, alone)) <= after_ns
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_whole_of_it_is_never_slower_than_the_search_and_stays_in_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    cost = moe(16, rng.choice((4, 8)))
+    lengths = np.sort([int(90_000 ** rng.random()) for _ in range(rng.randint(1, 120))])[
+        ::-1
+    ].copy()
+    budget = None if seed % 2 else int(lengths.sum()) // 12 + int(lengths[0]) // 8 + 1
+    problem = Batch(cost.sample_times(lengths), budget).problem
+    before = search(problem)
+    after = search_with_experts(problem, before)
+    assert len(after.unplaced) <= len(before.unplaced)
+    if len(after.unplaced) == len(before.unplaced):
+        assert shared_load_ns(problem, after) <= shared_load_ns(problem, before)
+    state = PassState(problem)
+    for k in range(len(cost.tree.degrees)):
+        samples = np.flatnonzero((after.column == k) & (after.index >= 0))
+        state.add(k, samples, after.index[samples])
+    assert budget is None or state.rank_tokens().max() <= budget

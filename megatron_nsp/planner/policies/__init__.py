@@ -14,7 +14,7 @@ import numpy as np
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.bounds import lower_bound_us
 from megatron_nsp.planner.evening import evened
-from megatron_nsp.planner.experts import share_experts
+from megatron_nsp.planner.experts import search_with_experts
 from megatron_nsp.planner.passes import Batch, BatchPolicy, PassPolicy, by_passes
 from megatron_nsp.planner.placement import Placement
 from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
@@ -43,7 +43,7 @@ __all__ = [
 
 def _finish(problem: PassProblem, placement: Placement) -> Placement:
     """The last touches of the search, once the passes are settled."""
-    return share_experts(problem, evened(problem, placement))
+    return search_with_experts(problem, evened(problem, placement))
 
 
 POLICIES: dict[str, BatchPolicy] = {
