@@ -30,7 +30,7 @@ LONG_SHARE = 0.2
 MIN_PREFIX, MAX_PREFIX = 24, 160
 """Least and most samples of the prefix."""
 
-CAPS = (1.0, 0.5)
+CAPS = (1.0,)
 BUDGET_CAPS = (1.0, 0.5, 0.3, 0.15)
 """Caps on a sample's time, as shares of the bound; low ones spread tokens, for tight budgets."""
 
