@@ -101,13 +101,13 @@ def test_the_load_without_latency_is_the_score_s() -> None:
 
 
 def test_a_real_batch_gains_and_the_simulation_agrees_with_the_prediction() -> None:
-    """Without dealing anew the simulated step is 1 to 7 percent longer."""
+    """Without the care for experts the step is 4 to 14 percent longer."""
     cost = moe(64, 64, (1, 2, 4, 8, 16, 32))
     lengths = draw_batch(load_table("paper-mix"), 2_000_000, 196_608, 0).lengths
     order = np.argsort(-lengths, kind="stable")
     problem = Batch(cost.sample_times(lengths[order]), None).problem
     placement = search(problem)
-    shared_ns = shared_load_ns(problem, share_experts(problem, placement))
+    shared_ns = shared_load_ns(problem, search_with_experts(problem, placement))
     assert shared_ns < 0.97 * shared_load_ns(problem, placement)
     result = plan_batch(lengths, cost.tree, cost)
     assert result.report.policy == "search"
