@@ -3,9 +3,9 @@
     python benchmarks/basp.py
 
 BASP gives each of B equal samples a group of N / B ranks; plain Ulysses gives every sample all N.
-Both are plans here: `basp` and `static-8`. The search knows nothing of equal batches; it must find a
-plan at least as fast. Everything is simulated with the profile a100-40gb-4x2, an estimate; models
-are sharded over all ranks (ZeRO-3), layers are recomputed.
+Both are plans here: `basp` and `static-8`. The search knows nothing of equal batches; it must find
+a plan at least as fast. Everything is simulated with the profile a100-40gb-4x2, an estimate; models
+are sharded over all ranks (ZeRO-3).
 """
 
 import sys
@@ -32,10 +32,10 @@ def simulate(model_name: str, count: int, length: int, policy: str) -> tuple[flo
     degrees = tuple(
         d for d in (1, 2, 4, 8) if is_admissible(d, shape.num_heads, shape.num_kv_heads)
     )
-    cost = CostModel(profile, shape, SPTree(NUM_RANKS, degrees), recompute="full")
+    cost = CostModel(profile, shape, SPTree(NUM_RANKS, degrees))
     plan = plan_batch([length] * count, cost.tree, cost, policy=policy).plan
     gather_us, scatter_us = sharding_us(model, profile, NUM_RANKS)
-    settings = IterationSettings(recompute="full", gather_us=gather_us, scatter_us=scatter_us)
+    settings = IterationSettings(gather_us=gather_us, scatter_us=scatter_us)
     found = simulate_plan(plan, cost, settings)
     return found.step_us / 1e3, float(np.mean(found.exposed_us + found.waited_us)) / 1e3
 
@@ -61,7 +61,7 @@ def main() -> int:
     )
     print(f"simulated, {PROFILE} (an estimate)")
     print(
-        "\nsix models, two samples of 16K (paper: speed-up 1.17 to 1.32, exchanges cut 2.23-3.10x)"
+        "\nsix models, two samples of 16K (paper: 1.17 to 1.32, exchanges cut 2.23 to 3.10 times)"
     )
     print(head)
     right = [row(model, model, 2, 16384) for model in SIX]

@@ -1,9 +1,8 @@
 """Which samples keep their attention output instead of computing it again (NSP paper, 4.2.2).
 
 Saving costs a node's ranks bytes and spares them its attention in the recomputation. Nodes are
-taken root to leaf and the samples of a node longest first, as they lie in its stream: attention of
-long samples costs most for each byte. Members of a node hold equal slices of its stream, so of its
-saved head the first members hold more; the fullest member decides.
+taken root to leaf and the samples of a node longest first: attention of long samples costs most for
+each byte. A sample is saved if every member of its node has room for the part that it holds.
 """
 
 from dataclasses import dataclass, replace
@@ -55,15 +54,14 @@ def mark_saved(plan: Plan, shape: ModelShape, budget_bytes: float) -> SavedSampl
             samples = plan.samples_of(node, micro_batch)
             ends = np.cumsum(plan.lengths[samples])
             bounds = slice_bounds(int(ends[-1]), plan.tree.degree(node))
-            # [samples, members] tokens that each member saves with so many samples of the head.
-            tokens = np.clip(ends[:, None], bounds[:-1], bounds[1:]) - bounds[:-1]
+            # [samples + 1, members] tokens that each member holds of the first so many samples.
+            before = np.clip(np.append(0, ends)[:, None], bounds[:-1], bounds[1:]) - bounds[:-1]
+            parts = np.diff(before, axis=0) * per_token
             ranks = plan.tree.ranks(node)
-            members = slice(ranks.start, ranks.stop)
-            after = held[members] + tokens * per_token
-            fits = (after <= budget_bytes).all(axis=1)
-            num_saved = int(fits.sum())  # a longer head never holds less
-            if num_saved:
-                held[members] = after[num_saved - 1]
-                is_saved[samples[:num_saved]] = True
+            own = held[ranks.start : ranks.stop]
+            for sample, part in zip(samples.tolist(), parts, strict=True):
+                if (own + part <= budget_bytes).all():
+                    own += part
+                    is_saved[sample] = True
         most = max(most, float(held.max()))
     return SavedSamples(is_saved, most)
