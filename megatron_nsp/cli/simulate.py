@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ablation", action="store_true", help="also take away one component at a time"
     )
+    parser.add_argument("--plot", metavar="OUT.png", help="draw figures; needs the extra viz")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -66,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and not least <= value <= 2**20:
             raise ValueError(f"--{name.replace('_', '-')} must be {least} to {2**20}, got {value}")
+    if args.plot and not (args.plot.endswith(".png") and Path(args.plot).parent.is_dir()):
+        raise ValueError(f"--plot takes a .png in a folder that exists, got {args.plot}")
     cost = setting.cost_model(args)
     batches = draw_batches(args)
     policies = chosen_policies(args.policies, cost)
@@ -77,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
         _progress(len(trials), total)
     comparison = compare(trials, policies, rules)
     ablation = ablate(batches, rules) if args.ablation else {}
+    if args.plot:
+        from megatron_nsp.report.figures import draw
+
+        draw(Path(args.plot), comparison, trials, batches, rules, ablation)
     if args.json:
         data = report(comparison, cost, batches, rules)
         data["ablation"] = {name: step_us.tolist() for name, step_us in ablation.items()}

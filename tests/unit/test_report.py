@@ -6,10 +6,16 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
 from megatron_nsp.plan import Plan
+from megatron_nsp.planner import CostModel, known_model, load_profile
+from megatron_nsp.report.figures import bucket_edges, routing_shares, token_and_work_shares
+from megatron_nsp.simulator import IterationSettings
+from megatron_nsp.simulator.compare import Setting
+from megatron_nsp.tree import SPTree
 
 LOG = """\
 nsp step 1 | samples: 9 | tokens: 300 | targets: 291 | predicted: 12.5 ms | imbalance: 1.050 | \
@@ -130,3 +136,30 @@ def test_other_files_are_refused(
     assert message in line
     assert main(["report", str(tmp_path / "none"), str(tmp_path / "x.html")]) == 2
     assert main(["report", str(tmp_path / "x"), "/no/such/x.html"]) == 2
+
+
+def test_figures_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.png"
+    words = "simulate --lengths wikipedia --batch-tokens 100K --max-len 32K --ranks 8 --batches 2"
+    for more in ("", " --ablation --model qwen3-8b --recompute full"):
+        assert main(f"{words} --plot {path}{more}".split()) == 0
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 50_000
+        capsys.readouterr()
+    assert main(f"{words} --plot {tmp_path}/none/x.png".split()) == 2
+    assert "--plot takes a .png in a folder that exists" in capsys.readouterr().err
+
+
+def test_shares_that_the_figures_show() -> None:
+    tree = SPTree(4, (1, 2, 4))
+    lengths = np.array([10, 1500, 1600, 9000])
+    edges = bucket_edges(lengths)
+    assert edges.tolist() == [1, 1024, 2048, 4096, 8192, 16384]
+    nodes = [tree.node(1, 0), tree.node(1, 1), tree.node(2, 0), tree.node(4, 0)]
+    shares = routing_shares([Plan.from_nodes(tree, lengths, nodes)], edges)
+    assert shares[:, 0].tolist() == [1, 0, 0]
+    assert shares[:, 1].tolist() == [0.5, 0.5, 0] and shares[:, 4].tolist() == [0, 0, 1]
+    cost = CostModel(load_profile("h100-ib"), known_model("qwen3-8b").shape(), tree)
+    setting = Setting(cost, None, None, 9000, IterationSettings())
+    tokens, work = token_and_work_shares(lengths, edges, setting)
+    assert tokens.tolist() == pytest.approx(np.array([10, 3100, 0, 0, 9000]) / 12110)
+    assert work.sum() == pytest.approx(1) and work[4] > tokens[4]
