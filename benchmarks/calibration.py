@@ -4,12 +4,12 @@
 
 Each of four ranks gets a CPU share of its own (cgroup quota), so that a rank that waits lends its
 time to nobody. The machine is profiled under the same shares with `megatron-nsp profile`; then one
-run takes every batch under six policies, one after the other. Prints the simulated step beside the
-measured one for each policy, medians over batches; the target is the right order of the policies
-and errors of at most 15%.
+run takes every batch under six plans, one after the other. Prints the simulated step beside the
+measured one for each plan, medians over batches. The target: errors of at most 15%, and plans that
+are predicted more than 5% apart are measured in that order.
 
-The profile's bias is fitted to one of the policies (the leaves): optimizer, gradients and the work
-of Megatron itself do not depend on the plan. The other five are predictions.
+The profile's bias is fitted to one of the plans (the leaves): optimizer, gradients and the work of
+Megatron itself do not depend on the plan. The other five are predictions.
 
 `--two-hosts` puts two ranks each into two network namespaces joined by a link of 400 Mbit/s. Both
 ways need root on Linux.
@@ -33,14 +33,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "cpu")]
 from comparison import Turn, write_turns  # noqa: E402
 from demo import build_corpus, cost_model, draw_batches, setting  # noqa: E402
 
+from megatron_nsp.plan import IntArray, Plan  # noqa: E402
 from megatron_nsp.planner import CostModel, load_profile, plan_batch  # noqa: E402
 from megatron_nsp.planner.lengths import load_lengths  # noqa: E402
 from megatron_nsp.simulator import IterationSettings, simulate_plan  # noqa: E402
 
 NUM_RANKS = 4
-POLICIES = ("leaves", "static-2", "static-4", "two-level", "disjoint-lpt", "search")
+PLANS = ("leaves", "search", "root", "disjoint-lpt", "half", "one")
+"""`half` puts every sample on the first two ranks, `one` on the first; the others are policies."""
+
+TIE = 0.05
+"""Plans that are predicted closer than this have no order: measurements scatter as much."""
+
 MAX_ERROR = 0.15
-PERIOD_US = 10_000
+PERIOD_US = 2_500
 HOSTS = ("nsp-a", "nsp-b")
 RATE, ADDRESS = "400mbit", "10.97.0."
 MARK = "elapsed time per iteration (ms): "
@@ -108,7 +114,9 @@ def launch(shares: CpuShares, is_two_hosts: bool, *words: str) -> str:
         network += ["--master-addr", f"{ADDRESS}1", "--master-port", "29517"]
         commands = []
         for number, host in enumerate(HOSTS):
-            inside = ["ip", "netns", "exec", host, "env", f"GLOO_SOCKET_IFNAME=veth-{host}"]
+            # Not `ip netns exec`, which mounts another /sys, without the groups.
+            inside = ["nsenter", f"--net=/run/netns/{host}", "env"]
+            inside.append(f"GLOO_SOCKET_IFNAME=veth-{host}")
             commands.append([*inside, *torchrun, *network, "--node-rank", str(number), *script])
     processes = [
         subprocess.Popen(
@@ -164,10 +172,19 @@ def measured_ms(printed: str, num_steps: int) -> list[float]:
     return times
 
 
+def forced(name: str, lengths: IntArray, cost: CostModel) -> Plan:
+    """One of the six plans of a batch."""
+    tree = cost.tree
+    if name in ("half", "one"):
+        node = tree.node(2 if name == "half" else 1, 0)
+        return Plan.from_nodes(tree, lengths, [node] * len(lengths))
+    return plan_batch(lengths, tree, cost, policy=name).plan
+
+
 def table(turns: list[Turn], times_ms: list[float], cost: CostModel) -> int:
     """Prints predictions beside measurements; 0 when the target is met."""
     measured, predicted = {}, {}
-    for policy in POLICIES:
+    for policy in PLANS:
         own = [
             (turn, ms)
             for turn, ms in zip(turns, times_ms, strict=True)
@@ -177,19 +194,23 @@ def table(turns: list[Turn], times_ms: list[float], cost: CostModel) -> int:
         predicted[policy] = median(
             simulate_plan(turn.plan, cost, IterationSettings()).step_us / 1e3 for turn, _ in own
         )
-    bias_ms = measured[POLICIES[0]] - predicted[POLICIES[0]]
-    print(f"profile {cost.profile.name}; bias fitted to {POLICIES[0]}: {bias_ms:,.0f} ms more")
-    print(f"{'policy':<14} {'simulated ms':>13} {'measured ms':>12} {'error':>8}")
+    bias_ms = measured[PLANS[0]] - predicted[PLANS[0]]
+    print(f"profile {cost.profile.name}; bias fitted to {PLANS[0]}: {bias_ms:,.0f} ms more")
+    print(f"{'plan':<14} {'simulated ms':>13} {'measured ms':>12} {'error':>8}")
     worst = 0.0
-    for policy in sorted(POLICIES, key=lambda name: measured[name]):
+    for policy in sorted(PLANS, key=lambda name: measured[name]):
         predicted[policy] += bias_ms
         error = predicted[policy] / measured[policy] - 1
         worst = max(worst, abs(error))
         print(f"{policy:<14} {predicted[policy]:>13,.0f} {measured[policy]:>12,.0f} {error:>8.1%}")
-    order = sorted(POLICIES, key=lambda name: measured[name])
-    is_ordered = order == sorted(POLICIES, key=lambda name: predicted[name])
-    print(f"order {'right' if is_ordered else 'WRONG'}, largest error {worst:.1%}")
-    return 0 if is_ordered and worst <= MAX_ERROR else 1
+    wrong = [
+        (one, other)
+        for one in PLANS
+        for other in PLANS
+        if predicted[one] * (1 + TIE) < predicted[other] and measured[one] >= measured[other]
+    ]
+    print(f"order {f'WRONG: {wrong}' if wrong else 'right'}, largest error {worst:.1%}")
+    return 0 if not wrong and worst <= MAX_ERROR else 1
 
 
 def main() -> int:
@@ -204,8 +225,8 @@ def main() -> int:
     shares = CpuShares(args.share)
     hosts = two_hosts() if args.two_hosts else contextlib.nullcontext()
     try:
-        with hosts, tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+        with hosts, tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
             profile = folder / "calibrated.json"
             launch(shares, args.two_hosts, "profile", str(profile))
             base = cost_model()
@@ -214,13 +235,9 @@ def main() -> int:
             lengths = load_lengths(str(corpus.with_suffix(".idx")))
             batches = draw_batches(lengths, args.batches)
             turns = [
-                Turn(
-                    number,
-                    policy,
-                    plan_batch(batch.lengths, cost.tree, cost, policy=policy).plan,
-                )
+                Turn(number, name, forced(name, batch.lengths, cost))
                 for number, batch in enumerate(batches)
-                for policy in POLICIES
+                for name in PLANS
             ]
             seed = setting("--seed")
             prefix, plans = write_turns(folder, corpus, lengths, batches, turns, seed)

@@ -5,7 +5,8 @@ All ranks measure at the same time, as they work at the same time in training. W
     attention   the kernel at several lengths, forward and backward, as many samples as make up one
                 stream of tokens
     dense       norms, projections and MLP of one layer, forward and backward, as autograd runs them
-    exchanges   all-to-alls in all nodes of a degree at once, at several sizes; a line is fitted
+    exchanges   a node's forward without its kernel, all nodes of a degree at once, for several
+                numbers of tokens; a line is fitted
     launches    the kernel on one token: the latency of a phase
     bias        gradients of all layers summed over the ranks, and an Adam step
 
@@ -25,11 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_nsp.backends.base import NodeCall
+from megatron_nsp.backends.ulysses import UlyssesForward
+from megatron_nsp.executor import run_exchange
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import AttentionKernel, AttentionMask, SampleBounds
-from megatron_nsp.planner.cost import BWD_ATTENTION_FACTOR, BWD_DENSE_FACTOR
+from megatron_nsp.layout import rank_layout
+from megatron_nsp.plan import Plan
+from megatron_nsp.planner.cost import BWD_ATTENTION_FACTOR, BWD_DENSE_FACTOR, ulysses_sent_bytes
 from megatron_nsp.planner.models import Model
 from megatron_nsp.planner.profile import AttentionRate, ExchangeRate, Profile
+from megatron_nsp.schedule import Pass, Phase
 
 Say = Callable[[str], None]
 
@@ -42,21 +49,21 @@ class Effort:
         seconds: least time for each measurement.
         lengths: sample lengths at which attention is measured, ascending.
         stream_tokens: tokens of a stream; longer samples make it longer.
-        exchange_bytes: bytes that a rank sends in an exchange.
+        exchange_tokens: tokens that a rank holds in an exchange.
     """
 
     seconds: float
     lengths: tuple[int, ...]
     stream_tokens: int
-    exchange_bytes: tuple[int, ...]
+    exchange_tokens: tuple[int, ...]
 
 
-CPU_EFFORT = Effort(0.3, (16, 64, 256, 1024, 4096), 2048, (1 << 12, 1 << 16, 1 << 19, 1 << 22))
+CPU_EFFORT = Effort(0.3, (16, 64, 256, 1024, 4096), 2048, (8, 128, 1024, 4096))
 GPU_EFFORT = Effort(
     0.3,
     (128, 512, 2048, 8192, 32768, 131072),
     32768,
-    (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
+    (16, 256, 2048, 8192, 32768),
 )
 
 
@@ -220,23 +227,47 @@ class Profiler:
     def _exchanges(self) -> tuple[dict[int, ExchangeRate], dict[str, float]]:
         table, residuals = {}, {}
         for degree in self.groups.tree.degrees[1:]:
-            depth = self.groups.tree.depth_of(degree)
-            group = self.groups.group(self.groups.tree.node_at(depth, self.groups.rank))
-            seconds = []
-            for sent in self.effort.exchange_bytes:
-                self.say(f"all-to-all among {degree} ranks, {sent} bytes a rank")
-                rows = max(1, sent // (degree - 1))
-                send = torch.zeros(rows * degree, dtype=torch.uint8, device=self.device)
-                received = torch.empty_like(send)
-
-                def exchange(out: Tensor = received, rows: Tensor = send, to: Any = group) -> None:
-                    dist.all_to_all_single(out, rows, group=to)
-
-                seconds.append(self._over_ranks(self._time(exchange), max))
-            rate, residual = fit_line(np.array(self.effort.exchange_bytes), np.array(seconds))
+            sizes, seconds = [], []
+            for tokens in self.effort.exchange_tokens:
+                self.say(f"exchanges among {degree} ranks, {tokens} tokens a rank")
+                both, sent_bytes = self._both_exchanges(degree, tokens)
+                sizes.append(sent_bytes / 2)
+                seconds.append(self._over_ranks(self._time(both), max) / 2)
+            rate, residual = fit_line(np.array(sizes), np.array(seconds))
             table[degree] = rate
             residuals[f"exchange of degree {degree}"] = residual
         return table, residuals
+
+    def _both_exchanges(self, degree: int, tokens: int) -> tuple[Callable[[], None], int]:
+        """A node's forward without its kernel, for timing, and the bytes a rank sends in it.
+
+        Packing and unpacking belong to an exchange: they take as long as the network does where
+        that is fast.
+        """
+        model, tree = self.model, self.groups.tree
+        node = tree.node_at(tree.depth_of(degree), self.groups.rank)
+        plan = Plan.from_nodes(tree, [tokens * degree], [node])
+        (part,) = rank_layout(plan, self.groups.rank).slices
+        mask = AttentionMask(model.head_dim**-0.5)
+        samples = SampleBounds(part.cu_seqlens)
+        call = NodeCall(part, samples, self.groups.group(node), self.kernel, mask)
+        q, out = (self._heads(tokens, model.num_heads) for _ in range(2))
+        k, v = (self._heads(tokens, model.num_kv_heads) for _ in range(2))
+        attended = self._heads(tokens * degree, model.num_heads // degree)
+
+        def both() -> None:
+            forward = UlyssesForward(call, q, k, v, out)
+            received = run_exchange(forward.prologue())
+            whole = [x.contiguous() for x in received.split(forward.head_counts, dim=1)]
+            forward.saved = (*whole, attended, attended)
+            forward.finish(run_exchange(forward.epilogue()))
+
+        shape = model.shape(bytes_per_element=q.element_size())
+        sent = [
+            ulysses_sent_bytes(Pass.FWD, phase, tokens, tokens * degree, degree, shape)
+            for phase in Phase
+        ]
+        return both, sum(sent)
 
     def _launch_us(self) -> float:
         self.say("launches")

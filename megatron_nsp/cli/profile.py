@@ -132,7 +132,7 @@ def _measure(
             effort,
             seconds=0.02,
             lengths=effort.lengths[:3],
-            exchange_bytes=effort.exchange_bytes[:3],
+            exchange_tokens=effort.exchange_tokens[:3],
         )
 
     def say(text: str) -> None:
