@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     source = load_lengths(args.lengths)
     batch = draw_batch(source, args.batch_tokens, args.max_len, args.seed)
     for _ in range(_NUM_CALLS):
-        result = _plan(batch, cost, token_budget)
+        result = _plan(batch, cost, token_budget, args.token_balance)
     if args.json:
         print(json.dumps(report(result, cost, batch)))
     else:
@@ -45,14 +45,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(batch: Batch, cost: CostModel, token_budget: int | None) -> PlanResult:
+def _plan(
+    batch: Batch, cost: CostModel, token_budget: int | None, token_balance: float | None
+) -> PlanResult:
     """Plans with as many micro-batches as the budget needs."""
     try:
         return plan_batch(
-            batch.lengths, cost.tree, cost, token_budget=token_budget, num_micro_batches=None
+            batch.lengths,
+            cost.tree,
+            cost,
+            token_budget=token_budget,
+            token_balance=token_balance,
+            num_micro_batches=None,
         )
     except ValueError as error:
-        raise ValueError(str(error).replace("the token budget of", "--token-budget")) from error
+        message = str(error).replace("the token budget of", "--token-budget")
+        message = message.replace("the token balance", "--token-balance")
+        raise ValueError(message) from error
 
 
 def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
@@ -68,6 +77,7 @@ def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
         "bound_us": facts.bound_us,
         "gap": facts.gap,
         "gap_no_latency": facts.gap_no_latency,
+        "bias_us": result.score.bias_us,
         "policy": facts.policy,
         "policies": facts.policies,
         "infeasible": list(facts.infeasible),

@@ -65,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens a rank may hold in a micro-batch; as many micro-batches as that needs",
     )
     parser.add_argument(
+        "--token-balance",
+        type=float,
+        help="a budget of this many times a rank's mean tokens, if that is less",
+    )
+    parser.add_argument(
         "--profile",
         default="h100-ib",
         metavar="NAME|FILE",

@@ -158,6 +158,7 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
             scatter_us=scatter_us,
         ),
         save_bytes=args.save_gb * 1e9,
+        token_balance=args.token_balance,
     )
 
 

@@ -77,6 +77,7 @@ def plan_batch(
     cost: CostModel,
     *,
     token_budget: int | None = None,
+    token_balance: float | None = None,
     num_micro_batches: int | None = 1,
     policy: str = "auto",
     compares_all: bool = True,
@@ -89,12 +90,11 @@ def plan_batch(
         tree: the SP tree.
         cost: the cost model, of the same tree.
         token_budget: the most tokens a rank may hold in one micro-batch; None = no limit.
-        num_micro_batches: passes of the step; None = as many as the budget needs.
-        policy: 'auto' (best of the search and the portfolio, the search first among equals), or a
-            policy by name, 'search' among them.
-        compares_all: work out all of the portfolio; without it what a lower bound rules out is
-            skipped. The plan is the same.
-        more_policies: policies beside those of the package, by name; not in the portfolio.
+        token_balance: a budget of this many times a rank's mean tokens, if that is less.
+        num_micro_batches: passes of the step; None = as many as needed.
+        policy: 'auto' (best of search and portfolio), or a policy by name, 'search' among them.
+        compares_all: work out all of the portfolio, also what a lower bound rules out.
+        more_policies: further policies by name; not in the portfolio.
 
     Raises:
         ValueError: a policy that is unknown or refuses the batch, or a sample no plan can hold.
@@ -102,19 +102,19 @@ def plan_batch(
     start_s = time.perf_counter()
     tokens = np.array(lengths, dtype=np.int64).reshape(-1)
     policies = {**more_policies, **policies_of(tree)}
+    token_budget = balanced_budget(tokens, tree, token_balance, token_budget)
     _check(tokens, tree, cost, token_budget, num_micro_batches, policy, ("auto", *policies))
     order = np.argsort(-tokens, kind="stable")
     batch = Batch(cost.sample_times(tokens[order]), token_budget)
-    others = portfolio_of(tree) if policy == "auto" else {}
-    chosen = "search" if policy == "auto" else policy
+    others, chosen = (portfolio_of(tree), "search") if policy == "auto" else ({}, policy)
     best = policies[chosen](batch, num_micro_batches or max(len(tokens), 1))
     _check_progress(batch, best, chosen, policies[chosen], order)
     passes = num_micro_batches or max(best.num_passes, 1)
     score = best.score(batch.times, passes)
     search_load_us = score.load_us if chosen == "search" else None
     kept_batch = batch.take(best.placed)
-    to_beat_us = np.inf if compares_all else score.load_us - passes * cost.profile.bias_us
-    rivals = _rivals(batch, best.placed, passes, others, float(to_beat_us))
+    to_beat_us = float("inf") if compares_all else score.load_us - passes * cost.profile.bias_us
+    rivals = _rivals(batch, best.placed, passes, others, to_beat_us)
     for other, (_, other_score) in rivals.items():
         if other_score.load_us < score.load_us:
             chosen, (best, score) = other, rivals[other]
@@ -131,6 +131,24 @@ def plan_batch(
         plan_ms=(time.perf_counter() - start_s) * 1e3,
     )
     return PlanResult(plan, score, report)
+
+
+def balanced_budget(
+    tokens: IntArray, tree: SPTree, token_balance: float | None, token_budget: int | None
+) -> int | None:
+    """The token budget of a ratio: what evens out tokens, but never less than a sample needs.
+
+    Raises:
+        ValueError: a ratio below 1.
+    """
+    if token_balance is None:
+        return token_budget
+    if not 1 <= token_balance < 1e6:
+        raise ValueError(f"the token balance must be at least 1, got {token_balance}")
+    even = -(-int(tokens.sum()) // tree.num_ranks)
+    least = -(-int(tokens.max(initial=1)) // tree.max_degree)
+    budget = max(int(token_balance * even), least, 1)
+    return budget if token_budget is None else min(budget, token_budget)
 
 
 def _rivals(

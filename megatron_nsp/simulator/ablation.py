@@ -15,7 +15,7 @@ from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner import CostModel, plan_batch
 from megatron_nsp.planner.passes import by_passes
 from megatron_nsp.planner.placement import Placement
-from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
+from megatron_nsp.planner.policies.algorithm_1 import Algorithm1, place_algorithm_1
 from megatron_nsp.planner.problem import PassProblem
 from megatron_nsp.planner.profile import AttentionRate
 from megatron_nsp.planner.score import FloatArray
@@ -23,7 +23,7 @@ from megatron_nsp.simulator.compare import Setting, simulate_with_marks
 
 FULL = "full"
 GREEDY = "greedy"
-_GREEDY_PREFIX = 64
+_GREEDY_RULES = Algorithm1(prefix_size=64, beam_width=1)
 _UNLIMITED = 1e30
 
 
@@ -51,6 +51,7 @@ def _planned(lengths: IntArray, setting: Setting, cost: CostModel, policy: str) 
         cost.tree,
         cost,
         token_budget=setting.token_budget,
+        token_balance=setting.token_balance,
         num_micro_batches=setting.num_micro_batches,
         policy=policy,
         compares_all=False,
@@ -59,7 +60,7 @@ def _planned(lengths: IntArray, setting: Setting, cost: CostModel, policy: str) 
 
 
 def _place_greedily(problem: PassProblem) -> Placement:
-    return place_algorithm_1(problem, _GREEDY_PREFIX, beam_width=1)
+    return place_algorithm_1(problem, _GREEDY_RULES)
 
 
 def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArray]:

@@ -30,6 +30,7 @@ class Setting:
         longest: the longest sample that a run may meet; static degrees must hold it.
         iteration: how steps are executed, its marks left out.
         save_bytes: budget for attention outputs that are not recomputed.
+        token_balance: a budget of this many times a rank's mean tokens, if that is less.
     """
 
     cost: CostModel
@@ -38,6 +39,7 @@ class Setting:
     longest: int
     iteration: IterationSettings
     save_bytes: float = 0.0
+    token_balance: float | None = None
 
     def can_hold(self, policy: str) -> bool:
         """Whether a static degree holds the longest sample; other policies are not asked."""
@@ -74,6 +76,7 @@ def run_trial(number: int, lengths: IntArray, policy: str, setting: Setting) -> 
             cost.tree,
             cost,
             token_budget=setting.token_budget,
+            token_balance=setting.token_balance,
             num_micro_batches=setting.num_micro_batches,
             policy=policy,
             compares_all=False,

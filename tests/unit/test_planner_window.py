@@ -3,6 +3,7 @@
 Cases A1, A2, A4, F4, L3.
 """
 
+import dataclasses
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_nsp.config import NSPConfig, build_tree
 from megatron_nsp.planner import CostModel, load_profile, plan_batch
+from megatron_nsp.planner.profile import FittedModel
 from tests.unit.planner_cases import SMALL, cluster, drawn, ready_policies, workstation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,3 +245,51 @@ def test_skipping_hopeless_policies_changes_no_plan() -> None:
         assert brief.plan == full.plan and brief.report.policy == full.report.policy
         skipped += len(full.report.policies) - len(brief.report.policies)
     assert skipped > 40
+
+
+def test_a_token_balance_evens_out_tokens_but_never_forbids_a_sample() -> None:
+    lengths = [8000] + [100] * 60
+    free = plan_batch(lengths, EIGHT.tree, EIGHT, num_micro_batches=None).plan
+    for balance in (1.0, 1.3, 2.0):
+        result = plan_batch(
+            lengths, EIGHT.tree, EIGHT, token_balance=balance, num_micro_batches=None
+        )
+        budget = max(int(balance * -(-14_000 // 8)), 1000)
+        assert result.plan.token_budget == budget
+        assert (
+            max(result.plan.token_load(m).max() for m in range(result.report.num_passes)) <= budget
+        )
+    assert free.token_load().max() > 1750
+    both = plan_batch(lengths, EIGHT.tree, EIGHT, token_balance=2.0, token_budget=1900)
+    assert both.plan.token_budget == 1900
+    with pytest.raises(ValueError, match="the token balance must be at least 1, got 0"):
+        plan_batch(lengths, EIGHT.tree, EIGHT, token_balance=0.9)
+
+
+def test_scaling_all_lengths_scales_the_plan_where_time_is_quadratic() -> None:
+    """Attention alone: twice the lengths take four times as long, on the same nodes."""
+    rng = random.Random(8)
+    fitted = FittedModel(1e-3, 0.0, 0.0, 0.5, 0.0)
+    profile = dataclasses.replace(load_profile("flexsp-gpt-7b-a100"), fitted=fitted, bias_us=0.0)
+    cost = CostModel(profile, SMALL, EIGHT.tree)
+    for _ in range(10):
+        lengths = np.array([64 * int(900 ** rng.random()) for _ in range(rng.randint(1, 40))])
+        one = plan_batch(lengths, cost.tree, cost, policy="search")
+        two = plan_batch(2 * lengths, cost.tree, cost, policy="search")
+        assert two.report.load_us == pytest.approx(4 * one.report.load_us, rel=1e-3)
+
+
+def test_renumbering_ranks_inside_a_parent_changes_no_load() -> None:
+    rng = random.Random(9)
+    lengths = [int(9000 ** rng.random()) for _ in range(25)]
+    plan = plan_batch(lengths, EIGHT.tree, EIGHT).plan
+    for degree in (1, 2, 4):  # swap the two halves of every node of twice the degree
+        blocks = plan.index * np.array([EIGHT.tree.degree_at(d) for d in plan.depth]) // degree
+        swaps = np.array([EIGHT.tree.degree_at(d) for d in plan.depth]) <= degree
+        ratio = np.array([max(degree // EIGHT.tree.degree_at(d), 1) for d in plan.depth])
+        index = np.where(swaps, (blocks ^ 1) * ratio + plan.index % ratio, plan.index)
+        other = dataclasses.replace(plan, index=index)
+        other.validate()
+        one, two = EIGHT.score(plan), EIGHT.score(other)
+        assert two.load_us == pytest.approx(one.load_us, rel=1e-12)
+        assert sorted(two.rank_load_us) == pytest.approx(sorted(one.rank_load_us), rel=1e-12)

@@ -3,6 +3,8 @@
 FlexSP's own parts are in test_flexsp.py; Megatron's scheduler in tests/mcore/test_hybrid_cp.py.
 """
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from megatron_nsp.planner import CostModel, plan_batch, policy_names
 from megatron_nsp.planner.passes import Assignment, Batch
 from megatron_nsp.planner.placement import PassState
 from megatron_nsp.planner.policies import CHEAP, POLICIES, check_can_train
-from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
+from megatron_nsp.planner.policies.algorithm_1 import Algorithm1, place_algorithm_1
 from megatron_nsp.planner.policies.dynamic_cp import memory_minimum_columns, place_dynamic_cp
 from megatron_nsp.planner.problem import PassProblem
 from megatron_nsp.tree import SPTree
@@ -205,7 +207,7 @@ def test_algorithm_1_is_the_pseudocode(prefix_size: int, beam_width: int) -> Non
     for cost in (FOUR, TWELVE, cluster(8, 8)) * 4:
         lengths = np.sort(np.exp(rng.uniform(4, 11, rng.integers(1, 9))).astype(int))[::-1]
         problem = problem_of(cost, lengths.tolist())
-        placement = place_algorithm_1(problem, prefix_size, beam_width)
+        placement = place_algorithm_1(problem, Algorithm1(prefix_size, beam_width))
         state = PassState(problem)
         for k in range(len(cost.tree.degrees)):
             of_column = np.flatnonzero(placement.column == k)
@@ -218,7 +220,7 @@ def test_algorithm_1_spreads_its_prefix_where_the_search_does_not() -> None:
     """Its key sees no work, only the slowest rank: the example that our own key exists for."""
     cost = cluster(8, 8)
     problem = problem_of(cost, [8_000] * 8)
-    placement = place_algorithm_1(problem, 4, 1)
+    placement = place_algorithm_1(problem, Algorithm1(4, 1))
     assert placement.column[:4].tolist() == [3] * 4  # on all eight ranks, one after the other
     assert placement.column[4:].tolist() == [0] * 4
     assert POLICIES["search"](Batch(cost.sample_times(problem.lengths), None), 1).column.max() == 0
@@ -226,9 +228,10 @@ def test_algorithm_1_spreads_its_prefix_where_the_search_does_not() -> None:
 
 def test_algorithm_1_puts_the_tail_where_every_sample_of_it_fits() -> None:
     """A budget of 300: with a prefix of one, the tail's 500 tokens need two ranks."""
-    placement = place_algorithm_1(problem_of(FOUR, [1000, 500, 40, 30], 300), prefix_size=1)
+    rules, lengths = Algorithm1(prefix_size=1), [1000, 500, 40, 30]
+    placement = place_algorithm_1(problem_of(FOUR, lengths, 300), rules)
     assert placement.column[2:].tolist() == [1, 1] and placement.unplaced.tolist() == [1]
-    roomy = place_algorithm_1(problem_of(FOUR, [1000, 500, 40, 30], 520), prefix_size=1)
+    roomy = place_algorithm_1(problem_of(FOUR, lengths, 520), rules)
     assert roomy.column[1:].tolist() == [0, 0, 0] and not len(roomy.unplaced)
 
 
@@ -274,3 +277,20 @@ def test_a_tree_of_leaves_alone_is_served_by_all() -> None:
     for policy in policy_names(SPTree(3, (1,))):
         plan = plan_batch([70] * 3, cost.tree, cost, policy=policy).plan
         assert sorted(plan.index.tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_paper_s_rules_hold_in_algorithm_1(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = sorted((int(60_000 ** rng.random()) for _ in range(30)), reverse=True)
+    problem = Batch(FOUR.sample_times(np.array(lengths)), None).problem
+    rules = Algorithm1(prefix_size=12, is_monotone=True, leaf_degree=2)
+    placement = place_algorithm_1(problem, rules)
+    assert (np.diff(placement.column[:12]) <= 0).all()
+    assert (placement.column[12:] == 1).all() and not len(placement.unplaced)
+
+
+def test_a_leaf_degree_that_the_tree_lacks_is_refused() -> None:
+    problem = Batch(FOUR.sample_times(np.array([9])), None).problem
+    with pytest.raises(ValueError, match=r"leaf degree 3 is not in the chain \[1, 2, 4\]"):
+        place_algorithm_1(problem, Algorithm1(leaf_degree=3))

@@ -20,8 +20,23 @@ from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.placement import UNPLACED, PassState, Placement
 from megatron_nsp.planner.problem import PassProblem
 
-PREFIX_SIZE, BEAM_WIDTH = 16, 32
-"""k and w."""
+
+@dataclass(frozen=True)
+class Algorithm1:
+    """What the paper leaves to be set.
+
+    Attributes:
+        prefix_size: k, samples that the beam places.
+        beam_width: w, states kept after each.
+        is_monotone: a longer sample of the prefix never has a smaller degree.
+        leaf_degree: least degree of the effective leaf units.
+    """
+
+    prefix_size: int = 16
+    beam_width: int = 32
+    is_monotone: bool = False
+    leaf_degree: int = 1
+
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -68,11 +83,18 @@ class _States:
     is_active: npt.NDArray[np.bool_]
 
 
-def place_algorithm_1(
-    problem: PassProblem, prefix_size: int = PREFIX_SIZE, beam_width: int = BEAM_WIDTH
-) -> Placement:
-    """The state of the beam with the least max C once the tail is placed."""
-    nodes, num_prefix = _Nodes.of(problem), min(prefix_size, problem.num_samples)
+def place_algorithm_1(problem: PassProblem, rules: Algorithm1 | None = None) -> Placement:
+    """The state of the beam with the least max C once the tail is placed.
+
+    Raises:
+        ValueError: the tree has no nodes of the leaf degree.
+    """
+    rules = rules or Algorithm1()
+    if rules.leaf_degree not in problem.tree.degrees:
+        raise ValueError(
+            f"leaf degree {rules.leaf_degree} is not in the chain {list(problem.tree.degrees)}"
+        )
+    nodes, num_prefix = _Nodes.of(problem), min(rules.prefix_size, problem.num_samples)
     states = _States(
         load_ns=np.zeros((1, problem.tree.num_ranks), dtype=np.int64),
         tokens=np.zeros((1, problem.tree.num_ranks), dtype=np.int64),
@@ -80,10 +102,10 @@ def place_algorithm_1(
         is_active=np.zeros((1, len(nodes.column)), dtype=bool),
     )
     for sample in range(num_prefix):
-        states = _extended(problem, nodes, states, sample, beam_width)
+        states = _extended(problem, nodes, states, sample, rules)
     best: tuple[int, int, PassState] | None = None
     for node in states.node:
-        state, num_left = _completed(problem, nodes, node)
+        state, num_left = _completed(problem, nodes, node, rules)
         key = num_left, int((state.fwd_ns + state.bwd_ns).max())
         if best is None or key < best[:2]:
             best = (*key, state)
@@ -92,7 +114,7 @@ def place_algorithm_1(
 
 
 def _extended(
-    problem: PassProblem, nodes: _Nodes, states: _States, sample: int, beam_width: int
+    problem: PassProblem, nodes: _Nodes, states: _States, sample: int, rules: Algorithm1
 ) -> _States:
     """The w best of all states extended by one sample; the same states if it fits nowhere."""
     latency_ns = np.where(states.is_active, 0, 2 * problem.latency_ns[nodes.column])
@@ -104,7 +126,11 @@ def _extended(
     if problem.token_budget is not None:
         is_over = _fullest(problem, states.tokens) + need > problem.token_budget
         key = np.where(is_over, _NEVER, key)
-    order = np.argsort(key, axis=None, kind="stable")[:beam_width]
+    if rules.is_monotone and sample:
+        last = states.node[:, -1]
+        most = np.where(last == UNPLACED, len(problem.degrees), nodes.column[last])
+        key = np.where(nodes.column > most[:, None], _NEVER, key)
+    order = np.argsort(key, axis=None, kind="stable")[: rules.beam_width]
     order = order[key.reshape(-1)[order] < _NEVER]
     if len(order) == 0:
         nowhere = np.full((len(states.node), 1), UNPLACED)
@@ -132,7 +158,9 @@ def _fullest(problem: PassProblem, values: IntArray) -> IntArray:
     return np.concatenate(by_degree, axis=1)
 
 
-def _completed(problem: PassProblem, nodes: _Nodes, node: IntArray) -> tuple[PassState, int]:
+def _completed(
+    problem: PassProblem, nodes: _Nodes, node: IntArray, rules: Algorithm1
+) -> tuple[PassState, int]:
     """A state with the tail on the leaf units, and how many samples are left over."""
     state, prefix = PassState(problem), np.flatnonzero(node != UNPLACED)
     column, index = nodes.column[node[prefix]], nodes.index[node[prefix]]
@@ -144,5 +172,6 @@ def _completed(problem: PassProblem, nodes: _Nodes, node: IntArray) -> tuple[Pas
     num_left = len(node) - len(prefix)
     if len(tail):
         unit = int(problem.fits_alone()[tail[0]].argmax())
+        unit = max(unit, problem.tree.degrees.index(rules.leaf_degree))
         num_left += len(state.place_level(unit, tail))
     return state, num_left
