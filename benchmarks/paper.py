@@ -34,7 +34,7 @@ from megatron_nsp.simulator.sharding import sharding_us
 from megatron_nsp.tree import SPTree
 
 NUM_RANKS, BATCH_TOKENS = 64, 2_000_000
-MAX_LENGTHS = (192 * 1024, 384 * 1024)
+ABLATION_LONGEST = 192 * 1024
 MEMORY_BYTES, SAVE_BYTES = 141e9, 12e9
 PAPER = {
     ("qwen3-30b-a3b", 192): "1.20 to 1.46",
@@ -85,6 +85,10 @@ def main() -> int:
     """Simulates all cells and prints them."""
     parser = argparse.ArgumentParser(description="simulate the NSP paper's cells")
     parser.add_argument("--batches", type=int, default=50, help="of each cell (%(default)s)")
+    parser.add_argument("--models", nargs="+", default=list(PAPER_ABLATION), help="(all)")
+    parser.add_argument(
+        "--longest", type=int, nargs="+", default=[192, 384], help="in units of 1024 tokens (all)"
+    )
     parser.add_argument("--flexsp", action="store_true", help="also FlexSP, which takes long")
     args = parser.parse_args()
     print("simulated, profile h200-ib (an estimate): speed-up over the best static degree")
@@ -92,8 +96,8 @@ def main() -> int:
         f"{'model':<16} {'longest':>7} {'lengths':<12} {'nested':>7} {'worst':>6} {'best':>6} "
         f"{'two-level':>9} {'algo. 1':>8} {'flexsp':>7}  {'paper, nested':<14} static"
     )
-    for model in ("qwen3-235b-a22b", "qwen3-30b-a3b"):
-        for max_length in MAX_LENGTHS:
+    for model in args.models:
+        for max_length in (1024 * longest for longest in args.longest):
             rules = setting(model, max_length)
             static = [f"static-{degree}" for degree in rules.cost.tree.degrees]
             policies = [*static, "auto", "two-level", "algorithm-1"]
@@ -120,10 +124,10 @@ def main() -> int:
                     flush=True,
                 )
     print("\nwithout one component, longer by, % (192K, all three tables)")
-    for model in PAPER_ABLATION:
-        rules = setting(model, MAX_LENGTHS[0])
+    for model in args.models:
+        rules = setting(model, ABLATION_LONGEST)
         batches = [
-            draw_batch(load_table(name), BATCH_TOKENS, MAX_LENGTHS[0], seed).lengths
+            draw_batch(load_table(name), BATCH_TOKENS, ABLATION_LONGEST, seed).lengths
             for name in table_names()
             for seed in range(max(1, args.batches // 5))
         ]

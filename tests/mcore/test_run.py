@@ -120,3 +120,11 @@ def test_megatron_fsdp_trains_as_plain_data_parallelism(tmp_path: Path, flags: l
     assert any(rank[0]["records"] for rank in fsdp.steps)
     assert any(grad.isnan().any() for grad in fsdp.steps[0][0]["grads"].values())
     assert_same(plain, fsdp, 4, 1e-6, 1e-6)
+
+
+def test_every_policy_trains_to_the_losses_of_the_search(tmp_path: Path, flags: list[str]) -> None:
+    flags += ["--train-iters", "2", "--global-batch-size", "16"]
+    search = train(4, tmp_path / "search", *flags, "--nsp-policy", "search")
+    for policy in ("dp", "algorithm-1", "flexsp", "megatron-dynamic-cp"):
+        other = train(4, tmp_path / policy, *flags, "--nsp-policy", policy)
+        np.testing.assert_allclose(other.losses, search.losses, rtol=1e-5)
