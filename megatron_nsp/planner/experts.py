@@ -27,6 +27,11 @@ from megatron_nsp.planner.search import search
 _CLOSE = 0.01
 """A load so close to the bound is left alone."""
 
+_MOST_HANDED, _EVEN = 8, 5e-4
+"""Samples handed on for each group, and the difference between groups that is left alone."""
+
+_NEVER = np.iinfo(np.int64).max
+
 _NUM_ROUNDS, _NUM_TRIED, _NUM_NODES = 8, 6, 2
 """Rounds of relief, samples of the busiest rank tried, and nodes of each degree."""
 
@@ -59,12 +64,9 @@ def share_experts(problem: PassProblem, placement: Placement) -> Placement:
     """The placement with leaves dealt out anew inside each group, if that is faster."""
     if not problem.shares_experts.any() or not problem.expert_ns.any():
         return placement
-    before_ns = shared_load_ns(problem, placement)
-    dealt = _deal(problem, placement)
-    after_ns = None if dealt is None else shared_load_ns(problem, dealt)
-    if dealt is None or after_ns is None or after_ns >= before_ns:
-        return placement
-    return dealt
+    tried = [placement, _deal(problem, placement), _deal(problem, _even_groups(problem, placement))]
+    found = [each for each in tried if each is not None]
+    return min(found, key=lambda each: shared_load_ns(problem, each))
 
 
 def own_ns(problem: PassProblem) -> tuple[IntArray, IntArray]:
@@ -95,6 +97,48 @@ def shared_load_ns(problem: PassProblem, placement: Placement) -> int:
         load += np.repeat(groups // problem.expert_degree, problem.expert_degree)
         total += int(load.max(initial=0))
     return total
+
+
+def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
+    """Leaves handed from the busiest group to the least busy one, until they are equally busy.
+
+    A group is busy for the mean of its ranks, or for what one of them cannot pass on: nodes above
+    the leaves, its longest sample.
+    """
+    group, num_groups = problem.expert_degree, problem.tree.num_ranks // problem.expert_degree
+    own = np.add(*own_ns(problem))
+    work = problem.expert_ns.sum(axis=1)
+    placed = placement.index != UNPLACED
+    above = Placement(
+        placement.column, np.where(placement.column > 0, placement.index, UNPLACED), 0
+    )
+    fixed = _Loads.of(problem, above)
+    fixed_own, shared = fixed.own_ns.sum(axis=0).reshape(-1, group), fixed.group_ns.sum(axis=0)
+    most, total = fixed_own.max(axis=1), fixed_own.sum(axis=1)
+    leaves = np.flatnonzero(placed & (placement.column == 0))
+    group_of = placement.index[leaves] // group
+    leaf_own = own[leaves, 0]
+    total = total + exact_sums(group_of, leaf_own, num_groups)
+    shared = shared + exact_sums(group_of, work[leaves], num_groups)
+    for _ in range(_MOST_HANDED * num_groups):
+        longest = np.zeros(num_groups, dtype=np.int64)
+        np.maximum.at(longest, group_of, leaf_own)
+        busy = np.maximum(np.maximum(total // group, most), longest) + shared // group
+        high, low = int(busy.argmax()), int(busy.argmin())
+        gap = int(busy[high] - busy[low])
+        own_leaves = np.flatnonzero(group_of == high)
+        moves = (leaf_own[own_leaves] + work[leaves[own_leaves]]) // group
+        fits = moves < gap
+        if gap < _EVEN * busy[high] or not fits.any():
+            break
+        chosen = own_leaves[np.where(fits, np.abs(2 * moves - gap), _NEVER).argmin()]
+        for where, sign in ((high, -1), (low, 1)):
+            total[where] += sign * leaf_own[chosen]
+            shared[where] += sign * work[leaves[chosen]]
+        group_of[chosen] = low
+    index = placement.index.copy()
+    index[leaves] = group_of * group
+    return Placement(placement.column, index, 0)
 
 
 def _deal(problem: PassProblem, placement: Placement) -> Placement | None:

@@ -104,7 +104,8 @@ def _drafts(
             yield packer.state(places), tail
     if packed_ns is not None and num_packed:
         return
-    for cap in CAPS if problem.token_budget is None else BUDGET_CAPS:
+    is_simple = problem.token_budget is None and not problem.shares_experts.any()
+    for cap in CAPS if is_simple else BUDGET_CAPS:
         yield _level_by_level(
             problem, cheapest_columns(problem, int(cap * problem.bound_ns)), num_prefix
         )
