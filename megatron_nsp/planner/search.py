@@ -1,8 +1,9 @@
 """The search of one micro-batch.
 
-1. Drafts: the longest samples are packed under the least limit (prefix.py), once by their time in
-   both passes and once by that in the slower one. Besides, all samples take the cheapest degree
-   under a cap on their time and are placed level by level: simpler, but it counts tokens exactly.
+1. Drafts: the longest samples are packed under the least limit (prefix.py), by their time in the
+   slower pass, and where budgets or experts make it harder also by that in both. Besides, all
+   samples take the cheapest degree under a cap on their time and are placed level by level:
+   simpler, but it counts tokens exactly.
 2. What a perfect tail would make of a draft is known before it is filled (fill.py), so only the
    most promising drafts are. Whatever the token budget keeps out of the leaves goes elsewhere.
 3. A fixed number of improving moves (moves.py).
@@ -94,7 +95,10 @@ def _drafts(
     tail = np.arange(num_prefix, problem.num_samples)
     least_ns = (problem.total_ns[:num_prefix] + 2 * problem.latency_ns).min(axis=1)
     floor_ns = max(problem.bound_ns, int(least_ns.max(initial=0)))
-    costs = [problem.total_ns, _slower_pass_ns(problem)] if packed_ns is None else [packed_ns]
+    is_simple = problem.token_budget is None and not problem.shares_experts.any()
+    costs = [_slower_pass_ns(problem) if packed_ns is None else packed_ns]
+    if packed_ns is None and not is_simple:
+        costs.append(problem.total_ns)
     num_packed = 0
     for cost_ns in costs:
         packer = PrefixPacker(problem, cost_ns[:num_prefix])
@@ -104,7 +108,6 @@ def _drafts(
             yield packer.state(places), tail
     if packed_ns is not None and num_packed:
         return
-    is_simple = problem.token_budget is None and not problem.shares_experts.any()
     for cap in CAPS if is_simple else BUDGET_CAPS:
         yield _level_by_level(
             problem, cheapest_columns(problem, int(cap * problem.bound_ns)), num_prefix
