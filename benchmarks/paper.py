@@ -28,7 +28,7 @@ from megatron_nsp.planner import (
 )
 from megatron_nsp.planner.lengths import draw_batch, load_table, table_names
 from megatron_nsp.simulator.ablation import FULL, ablate
-from megatron_nsp.simulator.compare import Setting, compare, run_trials
+from megatron_nsp.simulator.compare import Setting, aware_of_saving, compare, run_trials
 from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
 from megatron_nsp.tree import SPTree
@@ -69,15 +69,16 @@ def setting(model_name: str, max_length: int) -> Setting:
         recompute=recompute,
     )
     gather_us, scatter_us = sharding_us(model, profile, NUM_RANKS, 1, experts)
+    save_bytes = SAVE_BYTES if is_large else 0.0
     return Setting(
-        cost=cost,
+        cost=aware_of_saving(cost, save_bytes),
         token_budget=token_budget(model, memory, MEMORY_BYTES) if is_large else None,
         num_micro_batches=None,
         longest=max_length,
         iteration=IterationSettings(
             recompute=recompute, gather_us=gather_us, scatter_us=scatter_us
         ),
-        save_bytes=SAVE_BYTES if is_large else 0.0,
+        save_bytes=save_bytes,
     )
 
 

@@ -89,6 +89,7 @@ def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
             **cost.profile.to_dict(),
             "backend": cost.backend,
             "recompute": cost.recompute,
+            "save_tokens": cost.save_tokens,
             "bwd_attention_factor": BWD_ATTENTION_FACTOR,
             "bwd_dense_factor": BWD_DENSE_FACTOR,
             "model": asdict(cost.shape),

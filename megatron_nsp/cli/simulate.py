@@ -15,7 +15,14 @@ from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.lengths import draw_batch, load_lengths
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.simulator.ablation import FULL, ablate
-from megatron_nsp.simulator.compare import Comparison, Setting, Trial, compare, run_trials
+from megatron_nsp.simulator.compare import (
+    Comparison,
+    Setting,
+    Trial,
+    aware_of_saving,
+    compare,
+    run_trials,
+)
 from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
 
@@ -146,8 +153,9 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
         model = known_model(args.model)
         gather_us, scatter_us = sharding_us(model, cost.profile, args.ranks, args.tp, args.ep)
     longest = max((int(lengths.max(initial=1)) for lengths in batches), default=1)
+    save_bytes = args.save_gb * 1e9
     return Setting(
-        cost=cost,
+        cost=aware_of_saving(cost, save_bytes),
         token_budget=setting.budget(args, cost.profile),
         num_micro_batches=args.micro_batches,
         longest=max(args.max_len or 1, longest),
@@ -157,7 +165,7 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
             gather_us=gather_us,
             scatter_us=scatter_us,
         ),
-        save_bytes=args.save_gb * 1e9,
+        save_bytes=save_bytes,
         token_balance=args.token_balance,
     )
 

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_nsp.config import is_admissible
 from megatron_nsp.plan import IntArray, Plan
@@ -172,6 +173,7 @@ class CostModel:
         backend: the SP backend whose bytes are counted.
         recompute: what a backward pass runs again: 'none', 'attention' (with its exchanges), or
             'full' layers.
+        save_tokens: tokens of a rank whose attention output is kept instead.
 
     Raises:
         ValueError: the backend or what is recomputed is unknown, or the backend cannot split the
@@ -183,6 +185,7 @@ class CostModel:
     tree: SPTree
     backend: str = "ulysses"
     recompute: str = "none"
+    save_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Refuses trees that the backend cannot serve."""
@@ -276,10 +279,25 @@ class CostModel:
         dense_us_per_token = self.dense_us_per_token(pass_)
         sample_us = self._attention_us(lengths, pass_)
         if pass_ is self.recompute_pass and self.recompute != "none":
-            sample_us = sample_us + self._attention_us(lengths, Pass.FWD)
+            again_us = self._attention_us(lengths, Pass.FWD)
+            sample_us = sample_us + np.where(self._is_saved(lengths), 0.0, again_us)
             if self.recompute == "full":
                 dense_us_per_token += self.dense_us_per_token(Pass.FWD)
         return sample_us + tokens * (dense_us_per_token / np.array(self.tree.degrees))
+
+    def _is_saved(self, lengths: IntArray) -> npt.NDArray[np.bool_]:
+        """`[n, K+1]` whether a sample's attention output is expected to be kept at a degree.
+
+        The longest samples of the batch that all ranks together have room for, at degrees at which
+        one rank has room for its part.
+        """
+        tokens = np.asarray(lengths, dtype=np.int64)
+        order = np.argsort(-tokens, kind="stable")
+        is_long = np.zeros(len(tokens), dtype=bool)
+        is_long[order] = np.cumsum(tokens[order]) <= self.save_tokens * self.tree.num_ranks
+        fits = tokens[:, None] <= self.save_tokens * np.array(self.tree.degrees)
+        saved: npt.NDArray[np.bool_] = is_long[:, None] & fits
+        return saved
 
     @property
     def recompute_pass(self) -> Pass:

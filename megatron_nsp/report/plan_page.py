@@ -53,7 +53,8 @@ def _cost_model(constants: Mapping[str, Any], tree: SPTree) -> CostModel:
     known = {entry.name for entry in fields(Profile)}
     profile = Profile.from_dict({k: v for k, v in constants.items() if k in known})
     shape = ModelShape(**constants["model"])
-    return CostModel(profile, shape, tree, constants["backend"], constants["recompute"])
+    how = (constants["backend"], constants["recompute"], constants["save_tokens"])
+    return CostModel(profile, shape, tree, *how)
 
 
 def _summary(data: Mapping[str, Any], plan: Plan, cost: CostModel) -> str:

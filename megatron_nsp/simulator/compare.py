@@ -14,7 +14,7 @@ from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner import CostModel, plan_batch
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.simulator.iteration import Breakdown, IterationSettings, simulate_plan
-from megatron_nsp.simulator.marks import mark_saved
+from megatron_nsp.simulator.marks import mark_saved, saved_bytes_per_token
 
 STATIC = "static-"
 
@@ -65,6 +65,11 @@ class Trial:
     plan: Plan | None
     breakdown: Breakdown | None
     problem: str = ""
+
+
+def aware_of_saving(cost: CostModel, save_bytes: float) -> CostModel:
+    """The cost model that plans for attention outputs of so many bytes being kept on each rank."""
+    return replace(cost, save_tokens=int(save_bytes // saved_bytes_per_token(cost.shape)))
 
 
 def run_trial(number: int, lengths: IntArray, policy: str, setting: Setting) -> Trial:
