@@ -41,7 +41,7 @@ NUM_FINISHED, LEAST_PROMISE = 2, 0.001
 BEAM_PREFIX = 24
 """Longest samples that the beam places."""
 
-BEAM_ABOVE = 1.015
+BEAM_ABOVE = 1.02
 """Load, as a multiple of the bound, from which the beam is tried."""
 
 SMALL_BATCH, BEAM_ABOVE_SMALL = 64, 1.002
