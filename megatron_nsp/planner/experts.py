@@ -51,7 +51,7 @@ def search_with_experts(problem: PassProblem, placement: Placement) -> Placement
 
 def _time_beside_experts_ns(problem: PassProblem) -> IntArray:
     """`[n, K+1]` what fills a rank: all work, or work without experts in what they leave of it."""
-    own_fwd_ns, own_bwd_ns = own_ns(problem)
+    own_fwd_ns, own_bwd_ns = problem.own_ns
     even_ns = int(problem.expert_ns.sum()) / problem.tree.num_ranks
     scale = problem.bound_ns / max(problem.bound_ns - even_ns, 0.05 * problem.bound_ns)
     beside_ns = np.rint((own_fwd_ns + own_bwd_ns) * scale).astype(np.int64)
@@ -69,34 +69,9 @@ def share_experts(problem: PassProblem, placement: Placement) -> Placement:
     return min(found, key=lambda each: shared_load_ns(problem, each))
 
 
-def own_ns(problem: PassProblem) -> tuple[IntArray, IntArray]:
-    """`[n, K+1]` forward and backward time without the experts where groups share them."""
-    shared = np.where(problem.shares_experts, 1.0 / problem.degrees, 0.0)
-    expert_ns = [
-        np.rint(problem.expert_ns[:, which, None] * shared).astype(np.int64) for which in range(2)
-    ]
-    return problem.fwd_ns - expert_ns[0], problem.bwd_ns - expert_ns[1]
-
-
 def shared_load_ns(problem: PassProblem, placement: Placement) -> int:
     """Slowest forward plus slowest backward with the experts shared; node latency left out."""
-    placed = np.flatnonzero(placement.index != UNPLACED)
-    column, index = placement.column[placed], placement.index[placed]
-    total = 0
-    for which, own in enumerate(own_ns(problem)):
-        load = np.zeros(problem.tree.num_ranks, dtype=np.int64)
-        for k, degree in enumerate(problem.tree.degrees):
-            at = column == k
-            sums = exact_sums(index[at], own[placed[at], k], problem.tree.num_ranks // degree)
-            load += np.repeat(sums, degree)
-        is_shared = problem.shares_experts[column]
-        first_rank = index[is_shared] * problem.degrees[column[is_shared]]
-        num_groups = problem.tree.num_ranks // problem.expert_degree
-        work = problem.expert_ns[placed[is_shared], which]
-        groups = exact_sums(first_rank // problem.expert_degree, work, num_groups)
-        load += np.repeat(groups // problem.expert_degree, problem.expert_degree)
-        total += int(load.max(initial=0))
-    return total
+    return _Loads.of(problem, placement).load_ns()
 
 
 def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
@@ -106,7 +81,7 @@ def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
     the leaves, its longest sample.
     """
     group, num_groups = problem.expert_degree, problem.tree.num_ranks // problem.expert_degree
-    own = np.add(*own_ns(problem))
+    own = np.add(*problem.own_ns)
     work = problem.expert_ns.sum(axis=1)
     placed = placement.index != UNPLACED
     above = Placement(
@@ -144,7 +119,7 @@ def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
 def _deal(problem: PassProblem, placement: Placement) -> Placement | None:
     """Leaves dealt out inside their groups; None if the token budget has no room for some."""
     state, group = PassState(problem), problem.expert_degree
-    own_fwd_ns, own_bwd_ns = own_ns(problem)
+    own_fwd_ns, own_bwd_ns = problem.own_ns
     own = own_fwd_ns + own_bwd_ns
     load = np.zeros(problem.tree.num_ranks, dtype=np.int64)
     for k, degree in enumerate(problem.tree.degrees):
@@ -179,16 +154,22 @@ class _Loads:
 
     @classmethod
     def of(cls, problem: PassProblem, placement: Placement) -> "_Loads":
-        num_groups = problem.tree.num_ranks // problem.expert_degree
-        loads = cls(
-            problem,
-            np.zeros((2, problem.tree.num_ranks), dtype=np.int64),
-            np.zeros((2, num_groups), dtype=np.int64),
-        )
-        own = own_ns(problem)
-        for sample in np.flatnonzero(placement.index != UNPLACED).tolist():
-            loads.add(own, sample, int(placement.column[sample]), int(placement.index[sample]), 1)
-        return loads
+        """The loads of a placement."""
+        num_ranks, group = problem.tree.num_ranks, problem.expert_degree
+        loads = np.zeros((2, num_ranks), dtype=np.int64)
+        placed = np.flatnonzero(placement.index != UNPLACED)
+        column, index = placement.column[placed], placement.index[placed]
+        is_shared = problem.shares_experts[column]
+        number = index[is_shared] * problem.degrees[column[is_shared]] // group
+        groups = []
+        for which, own in enumerate(problem.own_ns):
+            for k, degree in enumerate(problem.tree.degrees):
+                at = column == k
+                sums = exact_sums(index[at], own[placed[at], k], num_ranks // degree)
+                loads[which] += np.repeat(sums, degree)
+            work = problem.expert_ns[placed[is_shared], which]
+            groups.append(exact_sums(number, work, num_ranks // group))
+        return cls(problem, loads, np.array(groups))
 
     def add(
         self, own: tuple[IntArray, IntArray], sample: int, k: int, node: int, sign: int
@@ -215,7 +196,7 @@ class _Loads:
 
 def relieve(problem: PassProblem, placement: Placement) -> Placement:
     """Moves samples off the busiest rank to nodes of any degree, while it helps."""
-    loads, own = _Loads.of(problem, placement), own_ns(problem)
+    loads, own = _Loads.of(problem, placement), problem.own_ns
     state = PassState(problem)
     for k in range(len(problem.tree.degrees)):
         samples = np.flatnonzero((placement.column == k) & (placement.index != UNPLACED))

@@ -129,9 +129,9 @@ class PassState:
             start_ns = start_ns + np.where(self.stream_tokens[k] > 0, 0, 2 * problem.latency_ns[k])
         # One integer carries the load and, in its low bits, the node: ties go to the first node.
         shift = len(start_ns).bit_length()
-        heap = ((start_ns << shift) | np.arange(len(start_ns))).tolist()
-        if allowed is not None:
-            heap = heap[allowed.start : allowed.stop]
+        usable = allowed or range(len(start_ns))
+        nodes = np.arange(usable.start, usable.stop)
+        heap = ((start_ns[usable.start : usable.stop] << shift) | nodes).tolist()
         heapify(heap)
         costs = (cost_ns << shift).tolist()
         if problem.token_budget is not None:

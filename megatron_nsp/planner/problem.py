@@ -108,6 +108,15 @@ class PassProblem:
         column: IntArray = work_ns.argmin(axis=1)
         return column
 
+    @cached_property
+    def own_ns(self) -> tuple[IntArray, IntArray]:
+        """`[n, K+1]` forward and backward time without the experts where groups share them."""
+        shared = np.where(self.shares_experts, 1.0 / self.degrees, 0.0)
+        expert_ns = [
+            np.rint(self.expert_ns[:, which, None] * shared).astype(np.int64) for which in range(2)
+        ]
+        return self.fwd_ns - expert_ns[0], self.bwd_ns - expert_ns[1]
+
     def fits_alone(self) -> npt.NDArray[np.bool_]:
         """`[n, K+1]` bool: whether a sample fits the token budget at a degree by itself."""
         if self.token_budget is None:

@@ -10,7 +10,6 @@ from megatron_nsp.cli.plan import report
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
 from megatron_nsp.planner.experts import (
-    own_ns,
     relieve,
     search_with_experts,
     share_experts,
@@ -96,7 +95,7 @@ def test_the_load_without_latency_is_the_score_s() -> None:
     score = batch.times.score(placement.column, placement.index, np.zeros(5, dtype=np.int64), 1)
     expected = score.fwd_us.max() + score.bwd_us.max()
     assert shared_load_ns(batch.problem, placement) == pytest.approx(1000 * expected, abs=50)
-    fwd_ns, bwd_ns = own_ns(batch.problem)
+    fwd_ns, bwd_ns = batch.problem.own_ns
     assert (fwd_ns > 0).all() and (bwd_ns > 0).all()
 
 
