@@ -129,7 +129,7 @@ class PassState:
             start_ns = start_ns + np.where(self.stream_tokens[k] > 0, 0, 2 * problem.latency_ns[k])
         # One integer carries the load and, in its low bits, the node: ties go to the first node.
         shift = len(start_ns).bit_length()
-        usable = allowed or range(len(start_ns))
+        usable = range(len(start_ns)) if allowed is None else allowed
         nodes = np.arange(usable.start, usable.stop)
         heap = ((start_ns[usable.start : usable.stop] << shift) | nodes).tolist()
         heapify(heap)
