@@ -12,7 +12,7 @@ from megatron_nsp.cli import setting
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner import known_model, policy_names
 from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.lengths import draw_batch, load_lengths
+from megatron_nsp.planner.lengths import LengthTable, draw_batch, load_lengths
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.simulator.ablation import FULL, ablate
 from megatron_nsp.simulator.compare import (
@@ -31,6 +31,7 @@ _SLOW = ("flexsp", "flexsp-10s")
 """Solved for a minute or more a batch: only where they are asked for."""
 
 _CHEAP_POLICIES = "cheap"
+_TOKENS_A_RANK = 32 * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,12 +120,17 @@ def ablation_rows(ablation: dict[str, FloatArray]) -> list[str]:
 def draw_batches(args: argparse.Namespace) -> list[IntArray]:
     """The batches; each has a seed of its own.
 
+    Without --batch-tokens they have 32K tokens a rank, or a short list is one batch.
+
     Raises:
         ValueError: the lengths cannot be read, or there are too few.
     """
-    source = load_lengths(args.lengths)
+    source, batch_tokens = load_lengths(args.lengths), args.batch_tokens
+    usual = _TOKENS_A_RANK * args.ranks
+    if batch_tokens is None and (isinstance(source, LengthTable) or source.sum() > 2 * usual):
+        batch_tokens = usual
     return [
-        draw_batch(source, args.batch_tokens, args.max_len, args.seed + number).lengths
+        draw_batch(source, batch_tokens, args.max_len, args.seed + number).lengths
         for number in range(args.batches)
     ]
 

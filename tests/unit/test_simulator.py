@@ -378,3 +378,14 @@ def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
             total += simulate_plan(plan, cost, settings).step_us
         steps.append(total)
     assert steps[1] < 0.995 * steps[0]
+
+
+def test_without_batch_tokens_a_table_gives_32k_a_rank_and_a_short_list_one_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "simulate --ranks 4 --batches 2 --max-len 16K --policies two-level --json --lengths"
+    data = run_json(f"{words} wikipedia", capsys)
+    assert all(131_072 <= batch["tokens"] < 150_000 for batch in data["batches"])
+    assert data["batches"][0] != data["batches"][1]
+    data = run_json(f"{words} 900,50,70", capsys)
+    assert data["batches"] == [{"samples": 3, "tokens": 1020}] * 2
