@@ -6,6 +6,7 @@ Megatron.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -44,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     assert run is not None, f"{args.command=} {chosen=}"
     try:
-        return int(run(args))
+        status = int(run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ValueError as error:
         print(f"megatron-nsp {args.command}: error: {error}", file=sys.stderr)
         return 2

@@ -180,3 +180,13 @@ def test_planning_from_the_shell_needs_neither_torch_nor_megatron() -> None:
         [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["plan"]["num_ranks"] == 2
+
+
+def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
+    code = "import sys; from megatron_nsp.cli import main; sys.exit(main())"
+    words = "plan --lengths 300,20 --ranks 4096 --json"
+    command = f"{sys.executable} -c '{code}' {words} | head -c 20"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert len(done.stdout) == 20 and done.stderr == ""
