@@ -162,9 +162,4 @@ def _extend(
 
 def _as_state(problem: PassProblem, states: _States, row: int, num_prefix: int) -> PassState:
     """One state of the beam, booked as a pass."""
-    state = PassState(problem)
-    for k in range(len(problem.tree.degrees)):
-        samples = np.flatnonzero(states.column[row] == k)
-        if len(samples):
-            state.add(k, samples, states.index[row, samples])
-    return state
+    return PassState.booked(problem, states.column[row], states.index[row])

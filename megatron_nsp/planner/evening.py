@@ -17,8 +17,8 @@ the least excess of all ranks that it touches is made, if that is below zero.
 import numpy as np
 
 from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.moves import loads_without
-from megatron_nsp.planner.placement import UNPLACED, PassState, Placement
+from megatron_nsp.planner.moves import loads_after_moves
+from megatron_nsp.planner.placement import PassState, Placement
 from megatron_nsp.planner.problem import PassProblem
 
 FEW_A_RANK = 10
@@ -47,11 +47,7 @@ def evened(problem: PassProblem, placement: Placement) -> Placement:
     """The placement evened out, if there are few samples a rank."""
     if problem.num_samples > FEW_A_RANK * problem.tree.num_ranks:
         return placement
-    state = PassState(problem)
-    for k in range(len(problem.tree.degrees)):
-        samples = np.flatnonzero((placement.column == k) & (placement.index != UNPLACED))
-        if len(samples):
-            state.add(k, samples, placement.index[samples])
+    state = PassState.booked(problem, placement.column, placement.index)
     even_out(state)
     return state.placement()
 
@@ -170,24 +166,10 @@ def _move(state: PassState, rank: int) -> bool:
     samples = _spread(np.flatnonzero(on_path), _NUM_OWN)
     if len(samples) == 0:
         return False
-    fwd_ns, bwd_ns, opened = loads_without(state, samples)
-    left = _excess(state, fwd_ns[:, rank], bwd_ns[:, rank])[:, None]
-    found, targets = [], []
-    for k, degree in enumerate(problem.tree.degrees):
-        shape = (len(samples), -1, degree)
-        latency_ns = np.where(opened[k], 0, problem.latency_ns[k])
-        fwd = fwd_ns.reshape(shape).max(axis=2) + latency_ns + problem.fwd_ns[samples, k][:, None]
-        bwd = bwd_ns.reshape(shape).max(axis=2) + latency_ns + problem.bwd_ns[samples, k][:, None]
-        found.append(np.maximum(_excess(state, fwd, bwd), left))
-        targets += [(k, node) for node in range(fwd.shape[1])]
-    excess = np.concatenate(found, axis=1)
-    for flat in np.argsort(excess, axis=None, kind="stable")[:_NUM_TRIED].tolist():
-        row, target = divmod(flat, len(targets))
-        if excess[row, target] >= 0:
-            return False
-        if state.move(int(samples[row]), *targets[target]):
-            return True
-    return False
+    after = loads_after_moves(state, samples)
+    left = _excess(state, after.left_fwd_ns[:, rank], after.left_bwd_ns[:, rank])[:, None]
+    excess = np.maximum(_excess(state, after.fwd_ns, after.bwd_ns), left)
+    return after.carry_out_least(state, excess, 0, _NUM_TRIED)
 
 
 def _spread(samples: IntArray, most: int) -> IntArray:

@@ -197,11 +197,7 @@ class _Loads:
 def relieve(problem: PassProblem, placement: Placement) -> Placement:
     """Moves samples off the busiest rank to nodes of any degree, while it helps."""
     loads, own = _Loads.of(problem, placement), problem.own_ns
-    state = PassState(problem)
-    for k in range(len(problem.tree.degrees)):
-        samples = np.flatnonzero((placement.column == k) & (placement.index != UNPLACED))
-        if len(samples):
-            state.add(k, samples, placement.index[samples])
+    state = PassState.booked(problem, placement.column, placement.index)
     for _ in range(_NUM_ROUNDS):
         before_ns, rank_ns = loads.load_ns(), loads.rank_ns().sum(axis=0)
         rank = int(rank_ns.argmax())

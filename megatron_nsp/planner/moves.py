@@ -5,6 +5,8 @@ the paths of these two ranks, works out the load after moving each of them to ev
 carries out the best move if it helps.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_nsp.plan import IntArray
@@ -42,32 +44,66 @@ def _candidates(state: PassState) -> IntArray:
 
 def _best_move(state: PassState) -> bool:
     """Carries out the best move of one candidate to another node; False if none helps."""
-    problem, samples = state.problem, _candidates(state)
+    samples = _candidates(state)
     if len(samples) == 0:
         return False
-    fwd_ns, bwd_ns, opened = loads_without(state, samples)
-    max_fwd_ns, max_bwd_ns = fwd_ns.max(axis=1)[:, None], bwd_ns.max(axis=1)[:, None]
-    loads, targets = [], []
+    after = loads_after_moves(state, samples)
+    load_ns = np.maximum(after.fwd_ns, after.left_fwd_ns.max(axis=1)[:, None])
+    load_ns = load_ns + np.maximum(after.bwd_ns, after.left_bwd_ns.max(axis=1)[:, None])
+    return after.carry_out_least(state, load_ns, state.load_ns(), _NUM_TARGETS_TRIED)
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Every move of s samples to each of the tree's N nodes, leaves first.
+
+    Attributes:
+        samples: `[s]` the samples.
+        targets: column and index of each node.
+        left_fwd_ns: `[s, P]` forward load of each rank with the sample taken out.
+        left_bwd_ns: `[s, P]` the same backward.
+        fwd_ns: `[s, N]` forward load of the node's fullest rank after the move.
+        bwd_ns: `[s, N]` the same backward.
+    """
+
+    samples: IntArray
+    targets: list[tuple[int, int]]
+    left_fwd_ns: IntArray
+    left_bwd_ns: IntArray
+    fwd_ns: IntArray
+    bwd_ns: IntArray
+
+    def carry_out_least(self, state: PassState, key: IntArray, below: int, most: int) -> bool:
+        """Makes the move of least key below a limit; the next ones if the budget forbids it."""
+        for flat in np.argsort(key, axis=None, kind="stable")[:most].tolist():
+            row, target = divmod(flat, len(self.targets))
+            if key[row, target] >= below:
+                return False
+            if state.move(int(self.samples[row]), *self.targets[target]):
+                return True
+        return False
+
+
+def loads_after_moves(state: PassState, samples: IntArray) -> Moves:
+    """The loads after moving each sample to each node."""
+    problem, targets = state.problem, []
+    left_fwd_ns, left_bwd_ns, opened = _loads_without(state, samples)
+    fwd_ns: list[IntArray] = []
+    bwd_ns: list[IntArray] = []
     for k, degree in enumerate(problem.tree.degrees):
         shape = (len(samples), -1, degree)
         latency_ns = np.where(opened[k], 0, problem.latency_ns[k])
-        fwd = fwd_ns.reshape(shape).max(axis=2) + latency_ns + problem.fwd_ns[samples, k][:, None]
-        bwd = bwd_ns.reshape(shape).max(axis=2) + latency_ns + problem.bwd_ns[samples, k][:, None]
-        loads.append(np.maximum(fwd, max_fwd_ns) + np.maximum(bwd, max_bwd_ns))
-        targets += [(k, node) for node in range(fwd.shape[1])]
-    load_ns = np.concatenate(loads, axis=1)
-    current_ns = state.load_ns()
-    order = np.argsort(load_ns, axis=None, kind="stable")
-    for flat in order[:_NUM_TARGETS_TRIED].tolist():
-        row, target = divmod(flat, len(targets))
-        if load_ns[row, target] >= current_ns:
-            return False
-        if state.move(int(samples[row]), *targets[target]):
-            return True
-    return False
+        for found, left, own in (
+            (fwd_ns, left_fwd_ns, problem.fwd_ns),
+            (bwd_ns, left_bwd_ns, problem.bwd_ns),
+        ):
+            found.append(left.reshape(shape).max(axis=2) + latency_ns + own[samples, k][:, None])
+        targets += [(k, node) for node in range(problem.tree.num_ranks // degree)]
+    loads = (np.concatenate(found, axis=1) for found in (fwd_ns, bwd_ns))
+    return Moves(samples, targets, left_fwd_ns, left_bwd_ns, *loads)
 
 
-def loads_without(
+def _loads_without(
     state: PassState, samples: IntArray
 ) -> tuple[IntArray, IntArray, list[np.ndarray]]:
     """Loads and active nodes with each of the samples taken out, one row a sample."""

@@ -67,6 +67,16 @@ class PassState:
             np.zeros(num_ranks // degree, dtype=np.int64) for degree in problem.tree.degrees
         ]
 
+    @classmethod
+    def booked(cls, problem: PassProblem, column: IntArray, index: IntArray) -> "PassState":
+        """A pass with the first samples booked on nodes, `UNPLACED` ones left out."""
+        state = cls(problem)
+        for k in range(len(problem.tree.degrees)):
+            samples = np.flatnonzero((column == k) & (index != UNPLACED))
+            if len(samples):
+                state.add(k, samples, index[samples])
+        return state
+
     def copy(self) -> "PassState":
         """An independent copy."""
         twin = PassState.__new__(PassState)

@@ -112,13 +112,8 @@ class PrefixPacker:
 
     def state(self, places: Places) -> PassState:
         """A pass with the packing booked."""
-        state = PassState(self.problem)
         column, node = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        for k in range(len(self.problem.tree.degrees)):
-            samples = np.flatnonzero(column == k)
-            if len(samples):
-                state.add(k, samples, node[samples])
-        return state
+        return PassState.booked(self.problem, column, node)
 
 
 def _node_with_room(row: Sequence[int], tokens: Sequence[int], room: int) -> int:

@@ -1,25 +1,25 @@
 """Leave-one-out: the search's plans, simulated with one component taken away (NSP paper, Fig. 10).
 
-recompute    no node keeps its attention output
-overlap      a node ends before the next begins
-router       samples go to nodes greedily: Algorithm 1 with a beam of one state
-cost model   plans are made by forward attention alone; exchanges and dense work cost nothing
+* recompute: no node keeps its attention output;
+* overlap: a node ends before the next begins;
+* router: samples go to nodes greedily, by Algorithm 1 with a beam of one state;
+* cost model: plans are made by forward attention alone, exchanges and dense work cost nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner import CostModel, plan_batch
+from megatron_nsp.plan import IntArray
+from megatron_nsp.planner import CostModel
 from megatron_nsp.planner.passes import by_passes
 from megatron_nsp.planner.placement import Placement
 from megatron_nsp.planner.policies.algorithm_1 import Algorithm1, place_algorithm_1
 from megatron_nsp.planner.problem import PassProblem
 from megatron_nsp.planner.profile import AttentionRate
 from megatron_nsp.planner.score import FloatArray
-from megatron_nsp.simulator.compare import Setting, simulate_with_marks
+from megatron_nsp.simulator.compare import Setting, planned, simulate_with_marks
 
 FULL = "full"
 GREEDY = "greedy"
@@ -45,41 +45,25 @@ def attention_only(cost: CostModel) -> CostModel:
     return replace(cost, profile=profile)
 
 
-def _planned(lengths: IntArray, setting: Setting, cost: CostModel, policy: str) -> Plan:
-    return plan_batch(
-        lengths,
-        cost.tree,
-        cost,
-        token_budget=setting.token_budget,
-        token_balance=setting.token_balance,
-        num_micro_batches=setting.num_micro_batches,
-        policy=policy,
-        compares_all=False,
-        more_policies={GREEDY: by_passes(_place_greedily)},
-    ).plan
-
-
 def _place_greedily(problem: PassProblem) -> Placement:
     return place_algorithm_1(problem, _GREEDY_RULES)
 
 
 def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArray]:
     """`[batches]` time of each step in microseconds, by what is missing; 'full' is nothing."""
+    greedy = {GREEDY: by_passes(_place_greedily)}
+    blind = attention_only(setting.cost)
+    nested = [planned(lengths, "auto", setting) for lengths in batches]
     plain = replace(setting, iteration=replace(setting.iteration, overlap=False))
-    variants: dict[str, tuple[Setting, Callable[[IntArray], Plan]]] = {
-        FULL: (setting, lambda lengths: _planned(lengths, setting, setting.cost, "auto")),
-        "recompute": (
-            replace(setting, save_bytes=0.0),
-            lambda lengths: _planned(lengths, setting, setting.cost, "auto"),
-        ),
-        "overlap": (plain, lambda lengths: _planned(lengths, setting, setting.cost, "auto")),
-        "router": (setting, lambda lengths: _planned(lengths, setting, setting.cost, GREEDY)),
-        "cost model": (
-            setting,
-            lambda lengths: _planned(lengths, setting, attention_only(setting.cost), "search"),
-        ),
+    routed = [planned(each, GREEDY, setting, more_policies=greedy) for each in batches]
+    variants = {
+        FULL: (setting, nested),
+        "recompute": (replace(setting, save_bytes=0.0), nested),
+        "overlap": (plain, nested),
+        "router": (setting, routed),
+        "cost model": (setting, [planned(each, "search", setting, blind) for each in batches]),
     }
     return {
-        name: np.array([simulate_with_marks(plan(lengths), how).step_us for lengths in batches])
-        for name, (how, plan) in variants.items()
+        name: np.array([simulate_with_marks(plan, how).step_us for plan in plans])
+        for name, (how, plans) in variants.items()
     }

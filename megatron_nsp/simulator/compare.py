@@ -12,7 +12,9 @@ import numpy as np
 
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner import CostModel, plan_batch
+from megatron_nsp.planner.policies import BatchPolicy
 from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.planner.window import NO_MORE
 from megatron_nsp.simulator.iteration import Breakdown, IterationSettings, simulate_plan
 from megatron_nsp.simulator.marks import mark_saved, saved_bytes_per_token
 
@@ -72,20 +74,36 @@ def aware_of_saving(cost: CostModel, save_bytes: float) -> CostModel:
     return replace(cost, save_tokens=int(save_bytes // saved_bytes_per_token(cost.shape)))
 
 
+def planned(
+    lengths: IntArray,
+    policy: str,
+    setting: Setting,
+    cost: CostModel | None = None,
+    more_policies: Mapping[str, BatchPolicy] = NO_MORE,
+) -> Plan:
+    """One policy's plan of a batch; with `cost` made by another cost model.
+
+    Raises:
+        ValueError: the policy refuses the batch.
+    """
+    cost = cost or setting.cost
+    return plan_batch(
+        lengths,
+        cost.tree,
+        cost,
+        token_budget=setting.token_budget,
+        token_balance=setting.token_balance,
+        num_micro_batches=setting.num_micro_batches,
+        policy=policy,
+        compares_all=False,
+        more_policies=more_policies,
+    ).plan
+
+
 def run_trial(number: int, lengths: IntArray, policy: str, setting: Setting) -> Trial:
     """Plans and simulates one batch; a policy that refuses is noted, not raised."""
-    cost = setting.cost
     try:
-        plan = plan_batch(
-            lengths,
-            cost.tree,
-            cost,
-            token_budget=setting.token_budget,
-            token_balance=setting.token_balance,
-            num_micro_batches=setting.num_micro_batches,
-            policy=policy,
-            compares_all=False,
-        ).plan
+        plan = planned(lengths, policy, setting)
     except ValueError as error:
         return Trial(number, policy, None, None, str(error))
     if len(plan.carried):

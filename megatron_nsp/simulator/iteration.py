@@ -117,9 +117,9 @@ class _Run:
     def micro_batch(self, number: int) -> None:
         """Forward and backward of one micro-batch."""
         paths = active_paths(self.plan, number, self.cost)
-        saved = self.settings.saved
-        again = self.plan if saved is None else saved.recomputed(self.plan)
-        recomputed = active_paths(again, number, self.cost)
+        recomputed, saved = paths, self.settings.saved
+        if saved is not None and self.settings.recompute != "none":
+            recomputed = active_paths(saved.recomputed(self.plan), number, self.cost)
         layers = self.cost.shape.num_layers
         for pass_ in Pass:
             gathered_us = self._start_gather()
