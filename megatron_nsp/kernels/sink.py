@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 
+def log_add_exp(a: Tensor, b: Tensor) -> Tensor:
+    """log(exp(a) + exp(b)), of which b is finite.
+
+    torch.logaddexp gives other last bits to an element that a vector instruction reaches than to
+    one of the remainder, so the bits of a row would depend on its place; exp and log do not.
+    """
+    largest = torch.maximum(a, b)
+    return largest + torch.log(torch.exp(a - largest) + torch.exp(b - largest))
+
+
 def add_sink(out_SHV: Tensor, lse_HS: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
     """Output and LSE with the sink.
 
@@ -18,7 +28,7 @@ def add_sink(out_SHV: Tensor, lse_HS: Tensor, sink_H: Tensor) -> tuple[Tensor, T
         lse_HS: its LSE.
         sink_H: the sinks of these heads.
     """
-    with_sink_HS = torch.logaddexp(lse_HS, sink_H.to(lse_HS.dtype).unsqueeze(1))
+    with_sink_HS = log_add_exp(sink_H.to(lse_HS.dtype).unsqueeze(1), lse_HS)
     share_SH1 = torch.exp(lse_HS - with_sink_HS).transpose(0, 1).unsqueeze(2)
     return (out_SHV * share_SH1).to(out_SHV.dtype), with_sink_HS
 

@@ -212,16 +212,16 @@ def watch_groups() -> None:
 
 def fail_on_purpose(rank: int, step: int) -> None:
     """Makes the prologue of one rank raise in one step."""
-    from megatron_nsp.backends.ulysses import UlyssesForward
+    from megatron_nsp.backends.node import NodeForward
 
-    prologue = UlyssesForward.prologue
+    prologue = NodeForward.prologue
 
-    def failing(self: UlyssesForward) -> Any:
+    def failing(self: NodeForward, number: int) -> Any:
         if rank == torch.distributed.get_rank() and len(STEPS) == step - 1:
             raise MemoryError("made up for the test")
-        return prologue(self)
+        return prologue(self, number)
 
-    UlyssesForward.prologue = failing
+    NodeForward.prologue = failing
 
 
 def plan_otherwise(rank: int, step: int) -> None:
