@@ -1,9 +1,12 @@
 """Random trees and plans, awkward on purpose: no planner would make most of them."""
 
 import random
+from dataclasses import replace
+
+import numpy as np
 
 from megatron_nsp.config import is_admissible
-from megatron_nsp.plan import Plan
+from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.tree import SPTree
 
 CHAINS = ((1, 2, 4, 8), (1, 2, 8), (1, 4), (1, 2), (1, 8), (1,), (1, 3, 6), (1, 6))
@@ -32,3 +35,13 @@ def random_plan(rng: random.Random, tree: SPTree, lengths: list[int]) -> Plan:
     nodes = list(tree.nodes())
     pool = rng.sample(nodes, rng.randint(1, len(nodes)))
     return Plan.from_nodes(tree, lengths, [rng.choice(pool) for _ in lengths])
+
+
+def random_step(rng: random.Random, num_ranks: int) -> Plan:
+    """A plan of up to three micro-batches with carried samples, over exactly `num_ranks` ranks."""
+    chains = [chain for chain in CHAINS if num_ranks % chain[-1] == 0]
+    tree = SPTree(num_ranks, rng.choice(chains))
+    one_pass = random_plan(rng, tree, random_lengths(rng, 12, 60))
+    num_micro_batches = rng.randint(1, 3)
+    micro_batch = [rng.randint(CARRIED, num_micro_batches - 1) for _ in one_pass.lengths]
+    return replace(one_pass, micro_batch=np.array(micro_batch), num_micro_batches=num_micro_batches)
