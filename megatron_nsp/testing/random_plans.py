@@ -3,8 +3,10 @@
 import random
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_nsp.config import is_admissible
-from megatron_nsp.plan import Plan
+from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.split import OUTER, Split
 from megatron_nsp.tree import SPTree
 
@@ -57,3 +59,13 @@ def random_splits(rng: random.Random, plan: Plan, num_heads: int, num_kv_heads: 
         if ring_degree > 1:
             splits[0, node] = Split(ring_degree, rng.choice(OUTER))
     return replace(plan, splits=splits)
+
+
+def random_step(rng: random.Random, num_ranks: int) -> Plan:
+    """A plan of up to three micro-batches with carried samples, over exactly `num_ranks` ranks."""
+    chains = [chain for chain in CHAINS if num_ranks % chain[-1] == 0]
+    tree = SPTree(num_ranks, rng.choice(chains))
+    one_pass = random_plan(rng, tree, random_lengths(rng, 12, 60))
+    num_micro_batches = rng.randint(1, 3)
+    micro_batch = [rng.randint(CARRIED, num_micro_batches - 1) for _ in one_pass.lengths]
+    return replace(one_pass, micro_batch=np.array(micro_batch), num_micro_batches=num_micro_batches)
