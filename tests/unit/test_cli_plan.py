@@ -111,7 +111,7 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
             "--max-degree: degree 4 does not divide the 6 ranks of the domain",
         ),
         (
-            "--lengths 10 --ranks 12 --degrees 1,3,6 --heads 28 --kv-heads 7",
+            "--lengths 10 --ranks 12 --degrees 1,3,6 --heads 28 --kv-heads 7 --backend ulysses",
             "--degrees: degree 3 cannot split 28 query and 7 key/value heads evenly",
         ),
         (
