@@ -90,6 +90,7 @@ def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
             "backend": cost.backend,
             "recompute": cost.recompute,
             "save_tokens": cost.save_tokens,
+            "overlap": cost.overlap,
             "bwd_attention_factor": BWD_ATTENTION_FACTOR,
             "bwd_dense_factor": BWD_DENSE_FACTOR,
             "model": asdict(cost.shape),

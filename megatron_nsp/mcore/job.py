@@ -177,6 +177,7 @@ class Job:
             self.tree,
             self.config.backend,
             recompute=recomputed(self.args),
+            overlap=self.config.overlap,
         )
 
     def _plan_batch(self) -> PlanBatch:

@@ -74,6 +74,7 @@ class CostModel:
         recompute: what a backward pass runs again: 'none', 'attention' (with its exchanges), or
             'full' layers.
         save_tokens: tokens of a rank whose attention output is kept instead.
+        overlap: whether the executor streams, so that ring members' transfers hide under compute.
 
     Raises:
         ValueError: the backend or what is recomputed is unknown, or the backend cannot split the
@@ -86,6 +87,7 @@ class CostModel:
     backend: str = "ulysses"
     recompute: str = "none"
     save_tokens: int = 0
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         """Refuses trees that the backend cannot serve."""
@@ -125,7 +127,7 @@ class CostModel:
 
     def of(self, degree: int, split: Split = ULYSSES) -> SplitCost:
         """What the attention of nodes of this degree costs, split in this way."""
-        return SplitCost(self.profile, self.shape, degree, split)
+        return SplitCost(self.profile, self.shape, degree, split, self.overlap)
 
     def dense_us_per_token(self, pass_: Pass) -> float:
         """Time of one token outside attention: projections, MLPs, experts, output layer."""

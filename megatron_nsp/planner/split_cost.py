@@ -18,9 +18,9 @@ left of it adds to the time:
     backward   compute   0     1     2    ...   R-1      -
                transfer  P1    P2    R1 P3      R(R-2)   R(R-1)
 
-With its latency, a transfer is hidden up to the time of all samples of the node together. What is
-gathered is not hidden at all, nor is what is exchanged inside a member: other nodes may hide it,
-which the planner does not count.
+With its latency, a transfer is hidden up to the time of all samples of the node together and of the
+kernel's launch. What is gathered is not hidden at all, nor is what is exchanged inside a member:
+other nodes may hide it, which the planner does not count. Without streaming nothing is hidden.
 """
 
 from collections import Counter
@@ -140,6 +140,7 @@ class SplitCost:
         shape: what the model needs.
         degree: ranks of the node.
         split: how they divide attention.
+        overlap: whether transfers run under compute.
         hides_transfers: take transfers between members to cost nothing, for a lower bound.
     """
 
@@ -147,6 +148,7 @@ class SplitCost:
     shape: ModelShape
     degree: int
     split: Split = ULYSSES
+    overlap: bool = True
     hides_transfers: bool = False
 
     @property
@@ -241,13 +243,16 @@ class SplitCost:
         rounds, is_bwd = num_rounds(self.split), pass_ is Pass.BWD
         if self.split.outer == "gather":
             return there_us + back_us * is_bwd
+        if not self.overlap:
+            return (rounds - 1) * (there_us + back_us * is_bwd)
         # Of round r the keys go forth under round r - 1; their gradients go back under round r + 1.
         forth = range(rounds - 1)
         back = range(2, rounds) if is_bwd else range(0)
+        busy_us = round_us + self.shape.num_layers * self.profile.latency_us
         exposed_us = back_us * is_bwd  # those of the last round go back under nothing
         for moves, count in Counter((n in forth, n in back) for n in range(rounds)).items():
             transfer_us = there_us * moves[0] + back_us * moves[1]
-            exposed_us = exposed_us + count * np.maximum(transfer_us - round_us, 0.0)
+            exposed_us = exposed_us + count * np.maximum(transfer_us - busy_us, 0.0)
         return exposed_us
 
 

@@ -54,8 +54,8 @@ def _cost_model(constants: Mapping[str, Any], tree: SPTree) -> CostModel:
     known = {entry.name for entry in fields(Profile)}
     profile = Profile.from_dict({k: v for k, v in constants.items() if k in known})
     shape = ModelShape(**constants["model"])
-    how = (constants["backend"], constants["recompute"], constants["save_tokens"])
-    return CostModel(profile, shape, tree, *how)
+    how = {name: constants[name] for name in ("backend", "recompute", "save_tokens", "overlap")}
+    return CostModel(profile, shape, tree, **how)
 
 
 def _summary(data: Mapping[str, Any], plan: Plan, cost: CostModel) -> str:

@@ -111,11 +111,12 @@ def run_attention(
     received, returned = (
         [_Exchanges.none(num_ranks) for _ in range(paths.num_rows)] for _ in range(2)
     )
+    on_its_way = np.full((paths.num_rows, num_ranks), -1)  # the round whose prologue was the last
     epilogues: list[tuple[_Exchanges, BoolArray]] = []
     for step, is_on in paths.order(pass_, overlap):
         row = step.node.depth
         if step.phase is Phase.COMPUTE:
-            _wait_for(clocks, received[row], is_on)
+            _wait_for(clocks, received[row], is_on & (on_its_way[row] == step.round))
             work_us = np.where(is_on, paths.step_us(step), 0.0)
             ran = _Exchanges(clocks.compute_us, clocks.compute_us + work_us)
             clocks.compute_us = ran.ended_us
@@ -123,9 +124,12 @@ def run_attention(
         else:
             if step.phase is Phase.EPILOGUE:
                 _wait_for(clocks, returned[row], is_on)
+            elif step.phase is Phase.PROLOGUE and step.round:  # passes on what the last one brought
+                _wait_for(clocks, received[row], is_on)
             ran = _exchange(paths, step, is_on, clocks)
             if step.phase is Phase.PROLOGUE:
                 received[row] = received[row].updated(ran, is_on)
+                on_its_way[row] = np.where(is_on, step.round, on_its_way[row])
             elif step.phase is Phase.RETURN:
                 returned[row] = returned[row].updated(ran, is_on)
             else:

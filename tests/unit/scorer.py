@@ -146,10 +146,11 @@ def ring_node_us(node: dict, profile: dict) -> tuple[float, float, float]:
                     # Back, of this round, under the next; the queue sends it before what follows.
                     beside[number + 1] += transfer_us
             work = [round_us] * members + [0.0]
+            busy = [round_us + profile["latency_us"]] * members + [0.0]
         else:
             beside[0] = transfer_us * (2 if factor > 1 else 1)
-            work = [0.0, round_us]
-        exposed_us = sum(max(there - busy, 0.0) for there, busy in zip(beside, work, strict=True))
+            work, busy = [0.0, round_us], [0.0, 0.0]
+        exposed_us = sum(max(there - over, 0.0) for there, over in zip(beside, busy, strict=True))
         dense_us = model["dense_flops_per_token"] * tokens / degree / profile["dense_flops_per_s"]
         output_us = model["output_flops_per_token"] * tokens / degree / profile["dense_flops_per_s"]
         linear = 1 if factor == 1.0 else 2

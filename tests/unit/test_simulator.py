@@ -21,6 +21,7 @@ from megatron_nsp.simulator.compare import aware_of_saving
 from megatron_nsp.simulator.marks import saved_bytes_per_token
 from megatron_nsp.simulator.network import active_paths
 from megatron_nsp.simulator.sharding import sharding_us
+from megatron_nsp.split import Split
 from megatron_nsp.testing.random_plans import random_plan, random_splits
 from megatron_nsp.tree import Node, SPTree
 from tests.unit.planner_cases import SMALL, cluster, workstation
@@ -52,7 +53,7 @@ def run_pass(
         deque(build_schedule(plan.active_path(rank, m), pass_, overlap, splits))
         for rank in range(num_ranks)
     ]
-    received: dict[tuple[int, Node], float] = {}
+    received: dict[tuple[int, Node, int], float] = {}
     returned: dict[tuple[int, Node], float] = {}
     sent: list[list[float]] = [[] for _ in range(num_ranks)]
 
@@ -60,11 +61,16 @@ def run_pass(
         took = step_us(plan, m, cost, step)
         if step.phase is Phase.COMPUTE:
             (rank,) = members
-            clocks[rank][0] = max(clocks[rank][0], received[rank, step.node]) + took
+            there = received[rank, step.node, step.round]
+            clocks[rank][0] = max(clocks[rank][0], there) + took
             return
         if step.phase is Phase.EPILOGUE:
             for rank in members:
                 clocks[rank][0] = max(clocks[rank][0], returned.get((rank, step.node), 0.0))
+        elif step.phase is Phase.PROLOGUE and step.round:  # passes on what the last one brought
+            for rank in members:
+                there = received[rank, step.node, step.round - 1]
+                clocks[rank][0] = max(clocks[rank][0], there)
         if not communicates(step, plan.tree.degree(step.node), splits[step.node]):
             ends = {rank: clocks[rank][0] for rank in members}
         else:
@@ -75,8 +81,10 @@ def run_pass(
         for rank, end in ends.items():
             if step.phase is Phase.EPILOGUE:
                 sent[rank].append(end)
+            elif step.phase is Phase.PROLOGUE:
+                received[rank, step.node, step.round] = end
             else:
-                (received if step.phase is Phase.PROLOGUE else returned)[rank, step.node] = end
+                returned[rank, step.node] = end
             if not overlap:
                 clocks[rank][0] = max(clocks[rank][0], end)
 
@@ -209,6 +217,18 @@ def test_without_nesting_the_step_is_the_planner_s_prediction() -> None:
         nodes = [cost.tree.node(degree, index) for index in range(count)]
         plan = Plan.from_nodes(cost.tree, [8000] * count, nodes)
         assert simulate_plan(plan, cost).step_us == pytest.approx(cost.score(plan).load_us)
+
+
+@pytest.mark.parametrize("length", [96, 2016, 30_048, 300_000])
+@pytest.mark.parametrize("split", [Split(2), Split(4), Split(16), Split(2, "gather")])
+def test_what_rings_hide_is_the_planner_s_prediction(length: int, split: Split) -> None:
+    cost = cluster(16, 16)
+    node = cost.tree.node(16, 0)
+    plan = Plan.from_nodes(cost.tree, [length, length // 3], [node] * 2, splits={(0, node): split})
+    for overlap in (True, False):
+        how = dataclasses.replace(cost, overlap=overlap)
+        found = simulate_plan(plan, how, IterationSettings(overlap=overlap))
+        assert found.step_us == pytest.approx(how.score(plan).load_us, rel=1e-9)
 
 
 def test_saving_more_recomputes_less_and_budgets_hold_on_every_rank() -> None:
