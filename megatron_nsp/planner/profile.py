@@ -138,29 +138,33 @@ class Profile:
     def members_rate(self, split: Split, degree: int, stride: int = 1) -> ExchangeRate:
         """What an exchange between the ring members of a node does.
 
-        Where it was not measured at this degree, it follows from the all-to-all of the same ranks:
-        inside a host every byte is as fast as there. Across hosts a ring lasts as long as its
-        slowest neighbours, on two hosts, of whose bytes none stays on a host as some of an
-        all-to-all's do; members that gather keys have b of the R neighbours on their host:
+        A ring measured at this degree counts for any number of members, gathering for as many as
+        ranks. Otherwise the rate follows from what all ranks of the node exchange with one another:
+        inside a host every byte is as fast. Across hosts (d - h) of the d - 1 parts that a rank
+        sends leave its host; a ring lasts as long as its slowest neighbours, which are on two
+        hosts; and of R members that gather keys b are on one host:
 
-            ring     all-to-all rate * (d - h) / d          gather    ring rate * R / (R - b)
+            ring     measured rate * (d - h) / (d - 1), or the rate between hosts
+            gather   (R - 1) / (R - b) times that
 
         Args:
             split: how the node divides attention; at least two members.
             degree: ranks of the node.
             stride: GPUs from one rank of the node to the next.
         """
-        members = split.ring_degree
+        members, beside = split.ring_degree, self._beside(degree, stride)
         measured = self.exchanges.get(split.outer, {}).get(degree)
-        if measured is not None:
+        if measured is not None and (split.outer == "ring" or members == degree):
             return measured
-        whole, beside = self.exchange_rate("ulysses", degree, stride), self._beside(degree, stride)
+        whole = measured or self.exchange_rate("ulysses", degree, stride)
         if beside == degree:
             return whole
-        rate = whole.bytes_per_s * (degree - beside) / degree
+        rate = self.inter_bytes_per_s
+        if measured is not None or degree in self.exchanges.get("ulysses", {}):
+            rate = whole.bytes_per_s * (degree - beside) / (degree - 1)
         if split.outer == "gather":
             near = self._beside(members, stride * (degree // members))
-            rate *= members / (members - min(near, members - 1))
+            rate *= (members - 1) / (members - min(near, members - 1))
         return ExchangeRate(rate, whole.latency_us)
 
     def ranks_together(self, stride: int) -> int:

@@ -161,21 +161,18 @@ def ring_node_us(node: dict, profile: dict) -> tuple[float, float, float]:
 
 
 def members_rate(profile: dict, degree: int, members: int, outer: str) -> tuple[float, float]:
-    """Bytes a second and latency between ring members."""
-    table = profile["exchanges"].get(outer, {})
-    if str(degree) in table:
-        return table[str(degree)]["bytes_per_s"], table[str(degree)]["latency_us"]
+    """Bytes a second and latency between ring members; here only where nothing was measured."""
+    assert not profile["exchanges"]
     rate, latency_us = exchange_rate(profile, degree)
     stride = profile["model"]["stride"]
     together = max(profile["ranks_per_host"] // stride, 1)
     if degree <= together and together % degree == 0:
         return rate, latency_us
-    beside = together if degree % together == 0 else 1
-    rate *= (degree - beside) / degree
+    rate = profile["inter_bytes_per_s"]
     if outer == "gather":
         near = max(profile["ranks_per_host"] // (stride * degree // members), 1)
         near = near if members % near == 0 else 1
-        rate *= members / (members - min(near, members - 1))
+        rate *= (members - 1) / (members - min(near, members - 1))
     return rate, latency_us
 
 

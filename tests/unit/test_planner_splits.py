@@ -153,15 +153,22 @@ def test_rates_between_members_follow_from_the_all_to_all_or_are_measured() -> N
     assert profile.members_rate(Split(8), 8).bytes_per_s == 350e9
     assert profile.members_rate(Split(2), 16).bytes_per_s == pytest.approx(45e9)
     assert profile.members_rate(Split(16), 16).bytes_per_s == pytest.approx(45e9)
-    # Of 16 gathering members 8 are on a host; of 2 with 8 ranks each one is.
-    assert profile.members_rate(Split(16, "gather"), 16).bytes_per_s == pytest.approx(90e9)
-    assert profile.members_rate(Split(2, "gather"), 16).bytes_per_s == pytest.approx(90e9)
-    assert profile.members_rate(Split(2, "gather"), 6, 1).bytes_per_s == pytest.approx(90e9)
-    tables = {"ulysses": {16: ExchangeRate(80e9, 9.0)}, "ring": {4: ExchangeRate(7e9, 3.0)}}
+    # Of the 15 others of 16 gathering members 8 are elsewhere; of 2 members of 8 ranks the other.
+    assert profile.members_rate(Split(16, "gather"), 16).bytes_per_s == 45e9 * 15 / 8
+    assert profile.members_rate(Split(2, "gather"), 16).bytes_per_s == 45e9
+    assert profile.members_rate(Split(2, "gather"), 6, 1).bytes_per_s == 45e9
+    tables = {
+        "ulysses": {16: ExchangeRate(75e9, 9.0)},
+        "ring": {4: ExchangeRate(7e9, 3.0)},
+        "gather": {4: ExchangeRate(8e9, 2.0), 32: ExchangeRate(62e9, 1.0)},
+    }
     measured = dataclasses.replace(profile, exchanges=tables)
     assert measured.members_rate(Split(16), 16) == ExchangeRate(40e9, 9.0)
     assert measured.members_rate(Split(2), 4) == ExchangeRate(7e9, 3.0)
-    assert measured.members_rate(Split(4, "gather"), 4).bytes_per_s == 350e9
+    assert measured.members_rate(Split(2, "gather"), 4) == ExchangeRate(8e9, 2.0)
+    assert measured.members_rate(Split(32, "gather"), 32) == ExchangeRate(62e9, 1.0)
+    assert measured.members_rate(Split(4, "gather"), 32) == ExchangeRate(48e9, 1.0)
+    assert measured.members_rate(Split(2, "gather"), 2).bytes_per_s == 350e9
 
 
 def test_compute_hides_transfers_of_all_samples_of_a_node_together() -> None:
