@@ -17,7 +17,10 @@ that brings the next keys and a compute phase; in backward each round after the 
 gradients (R) to where its keys came from, and the epilogue waits for what others return:
 
     forward    P0.0 P0.1 C0.0 P0.2 C0.1 P1 C0.2 E0 C1 E1
-    backward   P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1 C0.2 R0.2 C1 E0 E1
+    backward   P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1 C0.2 R0.2 E0 C1 E1
+
+That wait could hide under C1. But then members would meet once more after C1, which takes some of
+them much longer than others, and those that are done would wait in every layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,11 +92,9 @@ def build_schedule(
     """
     rounds = [(node, r) for node in path for r in range(_rounds(node, splits))]
     steps: list[Step] = []
-    waiting: list[Step] = []  # epilogues that first need what other members return
     if overlap and rounds:
         steps.append(Step(pass_, rounds[0][0], Phase.PROLOGUE))
     for place, (node, number) in enumerate(rounds):
-        is_last = number == _rounds(node, splits) - 1
         if not overlap:
             steps.append(Step(pass_, node, Phase.PROLOGUE, number))
         elif place + 1 < len(rounds):
@@ -102,12 +103,9 @@ def build_schedule(
         steps.append(Step(pass_, node, Phase.COMPUTE, number))
         if pass_ is Pass.BWD and number:
             steps.append(Step(pass_, node, Phase.RETURN, number))
-        steps += waiting
-        waiting = [Step(pass_, node, Phase.EPILOGUE)] if is_last else []
-        if not (overlap and pass_ is Pass.BWD and number):
-            steps += waiting
-            waiting = []
-    return (*steps, *waiting)
+        if number == _rounds(node, splits) - 1:
+            steps.append(Step(pass_, node, Phase.EPILOGUE))
+    return tuple(steps)
 
 
 def _rounds(node: Node, splits: Mapping[Node, Split] | None) -> int:

@@ -229,7 +229,10 @@ class CostModel:
         return self._best_times(lengths, is_bound=False)
 
     def bound_times(self, lengths: IntArray) -> SampleTimes:
-        """Times that no plan is below: latency apart, all transfers between members hidden."""
+        """Times that no plan is below, pass by pass.
+
+        Latency apart, with all transfers between members hidden.
+        """
         return self._best_times(lengths, is_bound=True)
 
     def _best_times(self, lengths: IntArray, is_bound: bool) -> SampleTimes:
@@ -244,9 +247,13 @@ class CostModel:
             more_us = (latencies_us - latencies_us.min()) * (not is_bound)
             times = np.array([self.attention_us(how, lengths, is_saved[:, k]) for how in ways])
             times += more_us[:, None, None]  # [splits, passes, n]
-            best = times.sum(axis=1).argmin(axis=0)
-            fwd_us.append(times[best, 0, np.arange(len(best))])
-            bwd_us.append(times[best, 1, np.arange(len(best))])
+            if is_bound:
+                each_us = times.min(axis=0)
+            else:
+                best = times.sum(axis=1).argmin(axis=0)
+                each_us = times[best, :, np.arange(len(best))].T
+            fwd_us.append(each_us[0])
+            bwd_us.append(each_us[1])
             latency_us.append(float(latencies_us.min()))
         dense_us = self._dense_us(lengths)
         return self._times(
