@@ -58,7 +58,10 @@ class NSPConfig:
     """Stream communication of one node under the compute of another; the bits are the same."""
 
     kernel: str = "auto"
-    """Attention kernel: 'auto', 'cpu-flash', 'cuda-varlen' or 'reference'."""
+    """Attention kernel: 'auto' (on GPUs the first installed of te, flash-attn-3, flash-attn-4 and
+    flash-attn-2, else cuda-varlen; on CPU cpu-flash), 'cpu-flash', 'cuda-varlen' (torch's own),
+    'flash-attn-2', 'flash-attn-3', 'flash-attn-4', 'reference', 'te' (Transformer Engine's fused
+    attention) or 'te-module' (its DotProductAttention, which gives no LSE)."""
 
     record_plans: str | None = None
     """File to which rank 0 appends each step's plan as one line of JSON, for file:PATH."""

@@ -183,7 +183,7 @@ def check_attention(args: argparse.Namespace) -> None:
             f"{args.position_embedding_type}"
         )
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
-    if not args.nsp_cpu and kernel in ("auto", "cuda-varlen") and not is_half:
+    if not args.nsp_cpu and kernel not in ("cpu-flash", "reference") and not is_half:
         raise ValueError(f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16")
 
 
