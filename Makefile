@@ -9,7 +9,7 @@ SUITES := tests/unit tests/dist tests/mcore tests/examples tests/patches
 export OMP_NUM_THREADS := 1
 
 TARGETS := demo test check format format-check lint types unit dist mcore examples patches bench
-TARGETS += extras
+TARGETS += extras gpu
 .PHONY: setup clean $(TARGETS)
 
 setup:
@@ -53,6 +53,10 @@ extras:
 
 bench:
 	$(PYTHON) benchmarks/run.py
+
+# What one GPU proves and measures in under five minutes; says so where there is none.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
 
 # .venv stays: `rm -rf .venv` removes it.
 clean:
