@@ -1,19 +1,52 @@
 """A lower bound on the time of any plan, to report how far a plan is from the best possible.
 
-No plan is faster than the least M for which every sample has a degree that takes at most M, and the
-work of all samples at their cheapest such degrees fits into P ranks times M:
+A sample of length L at degree d keeps each of its node's d ranks busy for f(L, d) in forward and
+b(L, d) in backward, dense work included, without the latency of nodes: how many nodes are active is
+the plan's choice, so that time is no bound. Where nodes share experts with an expert-parallel group
+of E ranks, f and b leave the experts out, and each of the E ranks gets an E-th part of the experts'
+work e_f and e_b instead; elsewhere e_f = e_b = 0. With F and B the slowest forward and backward, of
+all micro-batches together, no rank holds more than F of forward and B of backward time, and the
+step lasts M = F + B besides the biases. Two bounds on M follow; the larger one is taken.
 
-    sum over j of  min over {d: c(L_j, d) <= M, ceil(L_j / d) <= token budget} of d c(L_j, d)
-        <=  P M
+Work: all ranks together do all work, and a sample's own rank has time for it. M is at least the
+least number with
 
-c(L, d) is the time of a sample at degree d in both passes, dense work included, without the latency
-of nodes: how many nodes are active is the plan's choice, so that time is no bound. The bound holds
-for any number of micro-batches: each pass holds its samples' c, and the passes' times add up.
+    sum over j of  min over admissible d of  d (f + b) + e_f + e_b  <=  P M
+
+where d is admissible if f + b + (e_f + e_b) / E <= M and ceil(L_j / d) <= token budget.
+
+Mixture: attention, most of a long sample, takes longer in backward, compared with forward, than
+other work does. A rank that holds such a sample is busy for all of B while it still has time left
+in forward, and whatever it did then would take backward time too. For any k > 0 let
+
+    f' = min(f, b / k)    e' = min(e_f, e_b / k)    z = b / k - f' + (e_b / k - e') / E  >=  0
+
+What a rank holds, its samples' f' and its parts of e', adds up to its backward time over k less all
+that is lacking, so at most to B / k less the z of its samples. Of F this leaves at least
+max(0, F - B / k + sum of z), which is no less than the sum over its samples of max(0, C + z) for
+C = min(0, F - B / k). Added up over all ranks,
+
+    sum over j of  min over admissible d of  d f' + e' + d max(0, C + z)            <=  P F
+    sum over j of  min over admissible d of  d f' + e' + d max(0, C + z) + d b + e_b  <=  P M
+
+Both stay true with a bound on F in its place, and B = M - F: C only becomes less. F is at least the
+mean forward work, and then at least what the first line says; the left side of the second falls as
+M grows, so a number for which it is too much is below M. Here k is the least ratio of backward to
+forward time of any leaf or expert.
 """
 
+from dataclasses import dataclass, replace
+
 import numpy as np
+import numpy.typing as npt
 
 from megatron_nsp.planner.score import FloatArray, SampleTimes
+
+_NUM_HALVINGS, _NUM_RAISES = 6, 3
+"""Halvings of the interval of the second bound, and times the bound on F is raised for each."""
+
+_LEAST_LACK = 0.01
+"""Samples whose z at a leaf is less than this share of the first bound count as short."""
 
 
 def lower_bound_us(times: SampleTimes, token_budget: int | None = None) -> float:
@@ -25,25 +58,67 @@ def lower_bound_us(times: SampleTimes, token_budget: int | None = None) -> float
     """
     if len(times.lengths) == 0:
         return 0.0
-    degrees, num_ranks = np.array(times.tree.degrees), times.tree.num_ranks
-    cost_us = times.fwd_us + times.bwd_us
+    degrees, num_ranks = np.array(times.tree.degrees)[:, None], times.tree.num_ranks
+    own_us, expert_us = _own_and_expert_us(times)
+    longest_us = (own_us + expert_us / times.expert_degree).sum(axis=0)
     if token_budget is not None:
-        is_over = times.lengths[:, None] > token_budget * degrees
-        cost_us = np.where(is_over, np.inf, cost_us)
-    work_us = cost_us * degrees
-    cheapest_us = work_us.min(axis=1)
+        is_over = times.lengths > token_budget * degrees
+        longest_us = np.where(is_over, np.inf, longest_us)
+    work_us = own_us * degrees + expert_us
+    bound_us = work_bound_us(longest_us, work_us.sum(axis=0), num_ranks)
+    ratio = _least_ratio(own_us[:, 0], expert_us[:, 0])
+    if ratio is None:
+        return bound_us
+    limit_us, expert_limit_us = own_us[1] / ratio, expert_us[1] / ratio
+    kept_us = np.minimum(own_us[0], limit_us)
+    expert_kept_us = np.minimum(expert_us[0], expert_limit_us)
+    lack_us = limit_us - kept_us + (expert_limit_us - expert_kept_us) / times.expert_degree
+    kept_us = kept_us * degrees + expert_kept_us
+    sums_us = np.array([work_us[0], kept_us, kept_us + work_us[1]])
+    mixture = _Mixture(ratio, degrees, num_ranks, longest_us, lack_us, sums_us, np.zeros(3))
+    return mixture.bound_us(bound_us)
+
+
+def _own_and_expert_us(times: SampleTimes) -> tuple[FloatArray, FloatArray]:
+    """`[2, K+1, n]` f and b, and e_f and e_b: rows of samples are the fastest to reduce."""
+    own_us = np.array([times.fwd_us.T, times.bwd_us.T])
+    if times.expert_us is None:
+        return own_us, np.zeros_like(own_us)
+    expert_us = times.expert_us.T[:, None] * times.shares_experts[:, None]
+    return own_us - expert_us / np.array(times.tree.degrees)[:, None], expert_us
+
+
+def _least_ratio(own_us: FloatArray, expert_us: FloatArray) -> float | None:
+    """The least ratio of backward to forward time; None if nothing takes time in both."""
+    fwd_us, bwd_us = np.concatenate([own_us, expert_us], axis=1)
+    takes_time = (fwd_us > 0) & (bwd_us > 0)
+    return float((bwd_us[takes_time] / fwd_us[takes_time]).min()) if takes_time.any() else None
+
+
+def work_bound_us(longest_us: FloatArray, work_us: FloatArray, num_ranks: int) -> float:
+    """The bound by work.
+
+    Args:
+        longest_us: `[K+1, n]` what a rank of a sample's node must have time for; infinite at
+            degrees that are not allowed.
+        work_us: `[K+1, n]` work of all ranks together.
+        num_ranks: ranks of the tree.
+    """
+    if longest_us.size == 0:
+        return 0.0
+    cheapest_us = np.where(np.isfinite(longest_us), work_us, np.inf).min(axis=0)
     # Neither this much work nor this long a sample can be avoided, whatever M is.
-    least_us = max(_total(cheapest_us) / num_ranks, float(cost_us.min(axis=1).max()))
-    is_settled = np.where(cost_us <= least_us, work_us, np.inf).min(axis=1) <= cheapest_us
+    least_us = max(_total(cheapest_us) / num_ranks, float(longest_us.min(axis=0).max()))
+    is_settled = np.where(longest_us <= least_us, work_us, np.inf).min(axis=0) <= cheapest_us
     settled_us = _total(cheapest_us[is_settled])
-    cost_us, work_us = cost_us[~is_settled], work_us[~is_settled]
+    longest_us, work_us = longest_us[:, ~is_settled], work_us[:, ~is_settled]
 
     def least_mean_us(limit_us: float) -> float:
-        allowed_us = np.where(cost_us <= limit_us, work_us, np.inf).min(axis=1)
+        allowed_us = np.where(longest_us <= limit_us, work_us, np.inf).min(axis=0)
         return (settled_us + _total(allowed_us)) / num_ranks
 
     # The work changes only where M passes one of the samples' times: find the last such step.
-    steps = np.unique(cost_us[(cost_us > least_us) & np.isfinite(cost_us)])
+    steps = np.unique(longest_us[(longest_us > least_us) & np.isfinite(longest_us)])
     steps = np.concatenate([[least_us], steps])
     low, high = 0, len(steps) - 1
     while low < high:
@@ -53,6 +128,70 @@ def lower_bound_us(times: SampleTimes, token_budget: int | None = None) -> float
         else:
             low = middle + 1
     return max(float(steps[low]), least_mean_us(float(steps[low])))
+
+
+@dataclass(frozen=True, eq=False)
+class _Mixture:
+    """The bound by mixture.
+
+    Attributes:
+        ratio: k.
+        degrees: `[K+1, 1]` the degrees.
+        num_ranks: ranks of the tree, P.
+        longest_us: `[K+1, n]` what a rank of a sample's node must have time for.
+        lack_us: `[K+1, n]` z.
+        sums_us: `[3, K+1, n]` d f + e_f; d f' + e'; d f' + e' + d b + e_b.
+        settled_us: `[3]` the same added up over samples left out.
+    """
+
+    ratio: float
+    degrees: npt.NDArray[np.int64]
+    num_ranks: int
+    longest_us: FloatArray
+    lack_us: FloatArray
+    sums_us: FloatArray
+    settled_us: FloatArray
+
+    def bound_us(self, least_us: float) -> float:
+        """The bound, or a known bound `least_us` if that is larger."""
+        part = self._settled(least_us)
+        high_us = part.least_mean_us(least_us)
+        for _ in range(_NUM_HALVINGS if high_us > least_us else 0):
+            middle_us = (least_us + high_us) / 2
+            if part.least_mean_us(middle_us) > middle_us:
+                least_us = middle_us
+            else:
+                high_us = middle_us
+        return least_us
+
+    def least_mean_us(self, limit_us: float) -> float:
+        """What M is at least if it is at most `limit_us`."""
+        is_allowed = self.longest_us <= limit_us
+        fwd_us = self._mean_us(self.sums_us[0], is_allowed, 0)
+        for _ in range(_NUM_RAISES):
+            offset_us = min(0.0, fwd_us - (limit_us - fwd_us) / self.ratio)
+            free_us = self.degrees * np.maximum(0.0, offset_us + self.lack_us)
+            fwd_us = max(fwd_us, self._mean_us(self.sums_us[1] + free_us, is_allowed, 1))
+        return self._mean_us(self.sums_us[2] + free_us, is_allowed, 2)
+
+    def _mean_us(self, sums_us: FloatArray, is_allowed: npt.NDArray[np.bool_], which: int) -> float:
+        least_us = np.where(is_allowed, sums_us, np.inf).min(axis=0)
+        return (float(self.settled_us[which]) + _total(least_us)) / self.num_ranks
+
+    def _settled(self, limit_us: float) -> "_Mixture":
+        """The same for limits no lower, with the short samples added up once and for all.
+
+        Their leaf is the cheapest degree whatever M is; what little they lack is not counted.
+        """
+        is_open = (self.longest_us[0] > limit_us) | (self.lack_us[0] > _LEAST_LACK * limit_us)
+        is_open |= (self.sums_us[:, 0] > self.sums_us.min(axis=1)).any(axis=0)
+        return replace(
+            self,
+            longest_us=self.longest_us[:, is_open],
+            lack_us=self.lack_us[:, is_open],
+            sums_us=self.sums_us[:, :, is_open],
+            settled_us=np.array([_total(each_us[0, ~is_open]) for each_us in self.sums_us]),
+        )
 
 
 def _total(values: FloatArray) -> float:

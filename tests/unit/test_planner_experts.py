@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nsp.cli.plan import report
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
+from megatron_nsp.planner import plan_batch
 from megatron_nsp.planner.experts import (
     relieve,
     search_with_experts,
@@ -22,16 +22,8 @@ from megatron_nsp.planner.placement import PassState, Placement
 from megatron_nsp.planner.search import search
 from megatron_nsp.simulator import simulate_plan
 from megatron_nsp.testing.random_plans import random_plan
-from megatron_nsp.tree import SPTree
+from tests.unit.planner_cases import A3B, moe
 from tests.unit.scorer import score_plan
-
-A3B = known_model("qwen3-30b-a3b")
-
-
-def moe(num_ranks: int, expert_degree: int, degrees: tuple[int, ...] = (1, 2, 4, 8)) -> CostModel:
-    """A model with shared experts."""
-    shape = A3B.shape(expert_parallel=expert_degree)
-    return CostModel(load_profile("h200-ib"), shape, SPTree(num_ranks, degrees))
 
 
 @pytest.mark.parametrize("expert_degree", [2, 4, 8, 16])
