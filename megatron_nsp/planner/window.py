@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megatron_nsp.plan import CARRIED, IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.passes import Assignment, Batch
-from megatron_nsp.planner.policies import BatchPolicy, is_hopeless, policies_of, portfolio_of
+from megatron_nsp.planner.policies import BatchPolicy, Rival, policies_of, portfolio_of
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.tree import SPTree
 
@@ -155,7 +155,7 @@ def _rivals(
     batch: Batch,
     kept: IntArray,
     max_passes: int,
-    others: Mapping[str, BatchPolicy],
+    others: Mapping[str, Rival],
     to_beat_us: float,
 ) -> dict[str, tuple[Assignment, PlanScore]]:
     """What those of the other policies that place all of the kept samples make of them, by name.
@@ -164,7 +164,7 @@ def _rivals(
     """
     kept_batch, rivals = batch.take(kept), {}
     for name, policy in others.items():
-        if is_hopeless(name, kept_batch, to_beat_us):
+        if policy.bound_us(kept_batch) >= to_beat_us:
             continue
         try:
             assignment = policy(kept_batch, max_passes)
