@@ -36,14 +36,15 @@ forward time of any leaf or expert.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_nsp.planner.score import FloatArray, SampleTimes
 
-_NUM_HALVINGS, _NUM_RAISES = 6, 3
-"""Halvings of the interval of the second bound, and times the bound on F is raised for each."""
+_STEPS, _NUM_RAISES = np.arange(16) / 16, 3
+"""Where the interval of the second bound is looked at; times that the bound on F is raised."""
 
 _LEAST_LACK = 0.01
 """Samples whose z at a leaf is less than this share of the first bound count as short."""
@@ -56,53 +57,23 @@ def lower_bound_us(times: SampleTimes, token_budget: int | None = None) -> float
         times: the samples' times.
         token_budget: the most tokens a rank may hold in a micro-batch; None = no limit.
     """
-    if len(times.lengths) == 0:
-        return 0.0
-    degrees, num_ranks = np.array(times.tree.degrees)[:, None], times.tree.num_ranks
-    own_us, expert_us = _own_and_expert_us(times)
-    longest_us = (own_us + expert_us / times.expert_degree).sum(axis=0)
-    if token_budget is not None:
-        is_over = times.lengths > token_budget * degrees
-        longest_us = np.where(is_over, np.inf, longest_us)
-    work_us = own_us * degrees + expert_us
-    bound_us = work_bound_us(longest_us, work_us.sum(axis=0), num_ranks)
-    ratio = _least_ratio(own_us[:, 0], expert_us[:, 0])
-    if ratio is None:
-        return bound_us
-    limit_us, expert_limit_us = own_us[1] / ratio, expert_us[1] / ratio
-    kept_us = np.minimum(own_us[0], limit_us)
-    expert_kept_us = np.minimum(expert_us[0], expert_limit_us)
-    lack_us = limit_us - kept_us + (expert_limit_us - expert_kept_us) / times.expert_degree
-    kept_us = kept_us * degrees + expert_kept_us
-    sums_us = np.array([work_us[0], kept_us, kept_us + work_us[1]])
-    mixture = _Mixture(ratio, degrees, num_ranks, longest_us, lack_us, sums_us, np.zeros(3))
-    return mixture.bound_us(bound_us)
+    terms = _Terms.of(times, token_budget)
+    bound_us, ratio = terms.work_bound_us(), terms.least_ratio()
+    return bound_us if ratio is None else _Mixture.of(terms, ratio).bound_us(bound_us)
 
 
-def _own_and_expert_us(times: SampleTimes) -> tuple[FloatArray, FloatArray]:
-    """`[2, K+1, n]` f and b, and e_f and e_b: rows of samples are the fastest to reduce."""
-    own_us = np.array([times.fwd_us.T, times.bwd_us.T])
-    if times.expert_us is None:
-        return own_us, np.zeros_like(own_us)
-    expert_us = times.expert_us.T[:, None] * times.shares_experts[:, None]
-    return own_us - expert_us / np.array(times.tree.degrees)[:, None], expert_us
+def work_bound_us(times: SampleTimes, token_budget: int | None = None) -> float:
+    """The bound by work alone, which takes less time to find."""
+    return _Terms.of(times, token_budget).work_bound_us()
 
 
-def _least_ratio(own_us: FloatArray, expert_us: FloatArray) -> float | None:
-    """The least ratio of backward to forward time; None if nothing takes time in both."""
-    fwd_us, bwd_us = np.concatenate([own_us, expert_us], axis=1)
-    takes_time = (fwd_us > 0) & (bwd_us > 0)
-    return float((bwd_us[takes_time] / fwd_us[takes_time]).min()) if takes_time.any() else None
-
-
-def work_bound_us(longest_us: FloatArray, work_us: FloatArray, num_ranks: int) -> float:
-    """The bound by work.
+def least_limit_us(longest_us: FloatArray, work_us: FloatArray, num_ranks: int) -> float:
+    """The least M at which the cheapest work that M allows fits P ranks.
 
     Args:
-        longest_us: `[K+1, n]` what a rank of a sample's node must have time for; infinite at
-            degrees that are not allowed.
+        longest_us: `[K+1, n]` what M must be at least to allow a sample a degree; may be infinite.
         work_us: `[K+1, n]` work of all ranks together.
-        num_ranks: ranks of the tree.
+        num_ranks: ranks of the tree, P.
     """
     if longest_us.size == 0:
         return 0.0
@@ -131,6 +102,57 @@ def work_bound_us(longest_us: FloatArray, work_us: FloatArray, num_ranks: int) -
 
 
 @dataclass(frozen=True, eq=False)
+class _Terms:
+    """Times of n samples; rows of samples, not of degrees, are the fastest to reduce.
+
+    Attributes:
+        degrees: `[K+1, 1]` the degrees.
+        num_ranks: ranks of the tree, P.
+        expert_degree: ranks of an expert-parallel group, E.
+        own_us: `[2, K+1, n]` f and b.
+        expert_us: `[2, K+1, n]` e_f and e_b, or one 0 for each pass.
+        longest_us: `[K+1, n]` what a rank of a sample's node must have time for.
+    """
+
+    degrees: npt.NDArray[np.int64]
+    num_ranks: int
+    expert_degree: int
+    own_us: FloatArray
+    expert_us: FloatArray
+    longest_us: FloatArray
+
+    @classmethod
+    def of(cls, times: SampleTimes, token_budget: int | None) -> "_Terms":
+        """The terms of samples."""
+        degrees, group = np.array(times.tree.degrees)[:, None], times.expert_degree
+        own_us = np.array([times.fwd_us.T, times.bwd_us.T])
+        expert_us, longest_us = np.zeros((2, 1, 1)), own_us[0] + own_us[1]
+        if times.expert_us is not None:
+            expert_us = times.expert_us.T[:, None] * times.shares_experts[:, None]
+            own_us = own_us - expert_us / degrees
+            longest_us = (own_us + expert_us / group).sum(axis=0)
+        if token_budget is not None:
+            longest_us = np.where(times.lengths > token_budget * degrees, np.inf, longest_us)
+        return cls(degrees, times.tree.num_ranks, group, own_us, expert_us, longest_us)
+
+    @cached_property
+    def work_us(self) -> FloatArray:
+        """`[2, K+1, n]` work of all ranks in both passes."""
+        work_us: FloatArray = self.own_us * self.degrees + self.expert_us
+        return work_us
+
+    def work_bound_us(self) -> float:
+        """The bound by work."""
+        return least_limit_us(self.longest_us, self.work_us[0] + self.work_us[1], self.num_ranks)
+
+    def least_ratio(self) -> float | None:
+        """The least k: of the leaves and experts that take time in both passes, if any do."""
+        fwd_us, bwd_us = np.concatenate([self.own_us[:, 0], self.expert_us[:, 0]], axis=1)
+        takes_time = (fwd_us > 0) & (bwd_us > 0)
+        return float((bwd_us[takes_time] / fwd_us[takes_time]).min()) if takes_time.any() else None
+
+
+@dataclass(frozen=True, eq=False)
 class _Mixture:
     """The bound by mixture.
 
@@ -152,31 +174,45 @@ class _Mixture:
     sums_us: FloatArray
     settled_us: FloatArray
 
+    @classmethod
+    def of(cls, terms: _Terms, ratio: float) -> "_Mixture":
+        """The bound's terms."""
+        limit_us, expert_limit_us = terms.own_us[1] / ratio, terms.expert_us[1] / ratio
+        kept_us = np.minimum(terms.own_us[0], limit_us)
+        expert_kept_us = np.minimum(terms.expert_us[0], expert_limit_us)
+        lack_us = limit_us - kept_us + (expert_limit_us - expert_kept_us) / terms.expert_degree
+        all_kept_us = kept_us * terms.degrees + expert_kept_us
+        sums_us = np.array([terms.work_us[0], all_kept_us, all_kept_us + terms.work_us[1]])
+        return cls(
+            ratio, terms.degrees, terms.num_ranks, terms.longest_us, lack_us, sums_us, np.zeros(3)
+        )
+
     def bound_us(self, least_us: float) -> float:
         """The bound, or a known bound `least_us` if that is larger."""
         part = self._settled(least_us)
-        high_us = part.least_mean_us(least_us)
-        for _ in range(_NUM_HALVINGS if high_us > least_us else 0):
-            middle_us = (least_us + high_us) / 2
-            if part.least_mean_us(middle_us) > middle_us:
-                least_us = middle_us
-            else:
-                high_us = middle_us
-        return least_us
+        high_us = float(part.least_mean_us(np.array([least_us]))[0])
+        limits_us = least_us + max(high_us - least_us, 0.0) * _STEPS
+        num_below = int((part.least_mean_us(limits_us) > limits_us).sum())
+        return float(limits_us[max(num_below - 1, 0)])
 
-    def least_mean_us(self, limit_us: float) -> float:
-        """What M is at least if it is at most `limit_us`."""
-        is_allowed = self.longest_us <= limit_us
-        fwd_us = self._mean_us(self.sums_us[0], is_allowed, 0)
+    def least_mean_us(self, limits_us: FloatArray) -> FloatArray:
+        """`[m]` what M is at least if it is at most each of the limits `[m]`."""
+        is_allowed = self.longest_us <= limits_us[:, None, None]
+        free_us = np.zeros((1, 1, 1))
+        fwd_us = self._mean_us(0, is_allowed, free_us)
         for _ in range(_NUM_RAISES):
-            offset_us = min(0.0, fwd_us - (limit_us - fwd_us) / self.ratio)
-            free_us = self.degrees * np.maximum(0.0, offset_us + self.lack_us)
-            fwd_us = max(fwd_us, self._mean_us(self.sums_us[1] + free_us, is_allowed, 1))
-        return self._mean_us(self.sums_us[2] + free_us, is_allowed, 2)
+            offset_us = np.minimum(0.0, fwd_us - (limits_us - fwd_us) / self.ratio)
+            free_us = np.maximum(0.0, offset_us[:, None, None] + self.lack_us) * self.degrees
+            fwd_us = np.maximum(fwd_us, self._mean_us(1, is_allowed, free_us))
+        return self._mean_us(2, is_allowed, free_us)
 
-    def _mean_us(self, sums_us: FloatArray, is_allowed: npt.NDArray[np.bool_], which: int) -> float:
-        least_us = np.where(is_allowed, sums_us, np.inf).min(axis=0)
-        return (float(self.settled_us[which]) + _total(least_us)) / self.num_ranks
+    def _mean_us(
+        self, which: int, is_allowed: npt.NDArray[np.bool_], free_us: FloatArray
+    ) -> FloatArray:
+        least_us = np.where(is_allowed, self.sums_us[which] + free_us, np.inf).min(axis=1)
+        totals_us = np.cumsum(least_us, axis=1)[:, -1] if least_us.shape[1] else np.zeros(1)
+        mean_us: FloatArray = (self.settled_us[which] + totals_us) / self.num_ranks
+        return mean_us
 
     def _settled(self, limit_us: float) -> "_Mixture":
         """The same for limits no lower, with the short samples added up once and for all.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.bounds import lower_bound_us
+from megatron_nsp.planner.bounds import work_bound_us
 from megatron_nsp.planner.evening import evened
 from megatron_nsp.planner.experts import search_with_experts
 from megatron_nsp.planner.passes import Assignment, Batch, BatchPolicy, PassPolicy, by_passes
@@ -111,7 +111,7 @@ def _static(degree: int) -> Rival:
 def _two_level_bound_us(batch: Batch) -> float:
     """The bound over its two degrees; of fewer than three it is the search's, which says little."""
     last = len(batch.times.tree.degrees) - 1
-    return lower_bound_us(batch.times.at_degrees((0, last))) if last > 1 else 0.0
+    return work_bound_us(batch.times.at_degrees((0, last))) if last > 1 else 0.0
 
 
 def _dynamic_cp_bound_us(batch: Batch) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.bounds import work_bound_us
+from megatron_nsp.planner.bounds import least_limit_us
 from megatron_nsp.planner.passes import Assignment, Batch
 from megatron_nsp.planner.placement import Placement
 from megatron_nsp.planner.policies.flexsp_buckets import micro_batch_starts
@@ -127,4 +127,4 @@ def _bound_us(batch: Batch) -> float:
     is_offered = batch.problem.fits_alone().T
     is_offered[: offered_columns(len(degrees)).start] = False
     allowed_us = np.where(is_offered, sample_us, np.inf)
-    return work_bound_us(allowed_us, sample_us * degrees, batch.times.tree.num_ranks)
+    return least_limit_us(allowed_us, sample_us * degrees, batch.times.tree.num_ranks)
