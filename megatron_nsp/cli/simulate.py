@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_nsp.cli import setting
+from megatron_nsp.config import check_ranges
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner import known_model, policy_names
 from megatron_nsp.planner.cost import CostModel
@@ -31,6 +32,7 @@ _SLOW = ("flexsp", "flexsp-10s")
 """Solved for a minute or more a batch: only where they are asked for."""
 
 _CHEAP_POLICIES = "cheap"
+_RANGES = {"batches": (1, 2**20), "micro_batches": (1, 2**20), "save_gb": (0, 2**20)}
 _TOKENS_A_RANK = 32 * 1024
 
 
@@ -71,11 +73,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: one line naming the flag and both numbers.
     """
-    setting.check_ranges(args)
-    for name, least in (("batches", 1), ("micro_batches", 1), ("save_gb", 0)):
-        value = getattr(args, name)
-        if value is not None and not least <= value <= 2**20:
-            raise ValueError(f"--{name.replace('_', '-')} must be {least} to {2**20}, got {value}")
+    check_ranges(args, setting.RANGES | _RANGES)
     if args.plot and not (args.plot.endswith(".png") and Path(args.plot).parent.is_dir()):
         raise ValueError(f"--plot takes a .png in a folder that exists, got {args.plot}")
     cost = setting.cost_model(args)
@@ -167,7 +165,6 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
         longest=max(args.max_len or 1, longest),
         iteration=IterationSettings(
             overlap=not args.no_overlap,
-            recompute=cost.recompute,
             gather_us=gather_us,
             scatter_us=scatter_us,
         ),
