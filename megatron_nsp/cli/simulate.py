@@ -15,7 +15,7 @@ from megatron_nsp.planner import known_model, policy_names
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.lengths import LengthTable, draw_batch, load_lengths
 from megatron_nsp.planner.score import FloatArray
-from megatron_nsp.simulator.ablation import FULL, ablate
+from megatron_nsp.simulator.ablation import FULL, ablate, kept_whole
 from megatron_nsp.simulator.compare import (
     Comparison,
     Setting,
@@ -94,15 +94,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = report(comparison, cost, batches, rules)
         data["ablation"] = {name: step_us.tolist() for name, step_us in ablation.items()}
+        data["not_ablated"] = kept_whole(cost) if args.ablation else {}
         print(json.dumps(data))
     else:
         print(render(comparison, cost, batches, rules))
-        print(*ablation_rows(ablation), sep="\n")
+        print(*ablation_rows(ablation, cost), sep="\n")
     return 0
 
 
-def ablation_rows(ablation: dict[str, FloatArray]) -> list[str]:
-    """A line for each component taken away."""
+def ablation_rows(ablation: dict[str, FloatArray], cost: CostModel) -> list[str]:
+    """A line for each component taken away, or why it cannot be."""
     if not ablation:
         return []
     whole_us = float(ablation[FULL].sum())
@@ -112,6 +113,7 @@ def ablation_rows(ablation: dict[str, FloatArray]) -> list[str]:
         rows.append(
             f"{name if name != FULL else '-':<20} {step_us.mean() / 1e3:>10,.1f} {slower:>14.1f}"
         )
+    rows += [f"{name:<20} cannot be taken away: {why}" for name, why in kept_whole(cost).items()]
     return rows
 
 

@@ -16,6 +16,7 @@ from megatron_nsp.planner.lengths import draw_batch, load_table
 from megatron_nsp.planner.profile import AttentionRate
 from megatron_nsp.schedule import Pass, Phase, Queue, Step, build_schedule
 from megatron_nsp.simulator import IterationSettings, mark_saved, simulate_plan
+from megatron_nsp.simulator.ablation import attention_only
 from megatron_nsp.simulator.compare import aware_of_saving
 from megatron_nsp.simulator.marks import saved_bytes_per_token
 from megatron_nsp.simulator.network import active_paths
@@ -311,12 +312,28 @@ def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(missing) == ["full", "recompute", "overlap", "router", "cost model"]
     assert missing["full"] == sum(rows["auto"]["step_us"]) == min(missing.values())
     assert missing["recompute"] > missing["full"] < missing["cost model"]
+    assert data["not_ablated"] == {}
     best = min(row["step_us"] for name, row in rows.items() if name.startswith("static"))
     assert sum(best) >= sum(rows[reference]["step_us"])
     assert all("does not fit the token budget" in why for why in data["failed"].values())
     assert main(words.replace("--json ", "").split()) == 0
     text = capsys.readouterr().out
     assert "predictions, not measurements" in text and f"speed-up over {reference}" in text
+
+
+def test_fitted_times_have_no_cost_model_to_take_away(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate --lengths wikipedia --ranks 8 --batches 1 --batch-tokens 60K --max-len 16K"
+    words += " --profile flexsp-gpt-7b-a100 --policies two-level --ablation"
+    why = "profile flexsp-gpt-7b-a100 holds one model's fitted times, not their parts"
+    data = run_json(f"{words} --json", capsys)
+    assert list(data["ablation"]) == ["full", "recompute", "overlap", "router"]
+    assert data["not_ablated"] == {"cost model": why}
+    assert main(words.split()) == 0
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("cost model")]
+    assert line.split(maxsplit=2)[2] == f"cannot be taken away: {why}"
+    fitted = CostModel(load_profile("flexsp-gpt-7b-a100"), SMALL, SPTree(2, (1, 2)))
+    with pytest.raises(ValueError, match="the cost model cannot be taken away: profile flexsp"):
+        attention_only(fitted)
 
 
 def run_json(words: str, capsys: pytest.CaptureFixture[str]) -> dict:
