@@ -1,10 +1,11 @@
 """Nested attention: every active node on a rank's path, in one autograd function.
 
-Shapes: T rows of the rank's buffer (filler rows included), H query heads, K key/value heads, D head
-dim. Filler rows come out as zeros and get zero gradients.
+Shapes: T rows of the rank's buffer (filler rows included), H query heads, K key/value heads, D and
+V head dims of keys and values. Filler rows come out as zeros and get zero gradients.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,14 +13,24 @@ import torch
 from torch import Tensor
 
 from megatron_nsp.backends.base import NodeCall
-from megatron_nsp.backends.ulysses import UlyssesBackward, UlyssesForward
+from megatron_nsp.backends.blocks import Rounds, node_rounds, split_for
+from megatron_nsp.backends.node import (
+    Gradients,
+    HeadsState,
+    NodeBackward,
+    NodeForward,
+    SavedOutput,
+)
 from megatron_nsp.executor import CommunicationQueue, play
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionKernel, AttentionMask, SampleBounds
-from megatron_nsp.layout import RankLayout, rank_layout
+from megatron_nsp.kernels import AttentionKernel, AttentionMask
+from megatron_nsp.layout import NodeSlice, RankLayout, rank_layout
 from megatron_nsp.plan import Plan
+from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.schedule import Pass, Step, build_schedule
 from megatron_nsp.tree import Node
+
+SavedLayer = dict[Node, SavedOutput]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +42,17 @@ class NestedBatch:
         micro_batch: which of its passes this is.
         layout: what this rank holds.
         overlap: whether the schedule streams the phases of consecutive nodes.
+        saved_samples: samples whose attention output is kept where a layer is recomputed.
+        kept: what the layers have kept so far, by layer number.
     """
 
     plan: Plan
     micro_batch: int
     layout: RankLayout
     overlap: bool
+    saved_samples: SavedSamples = NOTHING_SAVED
+    kept: dict[int, SavedLayer] = field(default_factory=dict)
+    _rounds: dict[tuple[Node, int, bool, int | None], Rounds] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -46,19 +62,33 @@ class NestedBatch:
         micro_batch: int = 0,
         row_multiple: int = 1,
         overlap: bool = True,
+        saved_samples: SavedSamples = NOTHING_SAVED,
     ) -> "NestedBatch":
         """The batch of `rank`; see `layout.rank_layout` for the arguments."""
         layout = rank_layout(plan, rank, micro_batch, row_multiple)
-        return cls(plan, micro_batch, layout, overlap)
+        return cls(plan, micro_batch, layout, overlap, saved_samples)
 
     @cached_property
-    def samples(self) -> dict[Node, SampleBounds]:
-        """Sample bounds of each active node's stream."""
-        return {part.node: SampleBounds(part.cu_seqlens) for part in self.layout.slices}
+    def num_saved(self) -> dict[Node, int]:
+        """Samples at the head of each active node's stream whose output may be kept."""
+        return {
+            part.node: self.saved_samples.of_node(self.micro_batch, part.node)
+            for part in self.layout.slices
+        }
 
-    def steps(self, pass_: Pass) -> tuple[Step, ...]:
-        """The issue order of a pass."""
-        return build_schedule([part.node for part in self.layout.slices], pass_, self.overlap)
+    def rounds(self, part: NodeSlice, mask: AttentionMask) -> Rounds:
+        """The kernel calls of a slice of a node, or of its samples after the first ones."""
+        key = (part.node, len(part.samples), mask.is_causal, mask.window_left)
+        if key not in self._rounds:
+            self._rounds[key] = node_rounds(part, mask)
+        return self._rounds[key]
+
+    def steps(
+        self, parts: Sequence[NodeSlice], pass_: Pass, mask: AttentionMask
+    ) -> tuple[Step, ...]:
+        """The issue order of a pass over these slices of active nodes, root first."""
+        splits = {part.node: split_for(part.split, mask) for part in parts}
+        return build_schedule([part.node for part in parts], pass_, self.overlap, splits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,20 +106,69 @@ class AttentionRuntime:
     queue: CommunicationQueue
 
 
-def _node_calls(
-    batch: NestedBatch, mask: AttentionMask, runtime: AttentionRuntime
-) -> list[NodeCall]:
-    """One entry an active node of the rank, root first."""
-    return [
-        NodeCall(
+@dataclass(frozen=True)
+class Layer:
+    """The layer that calls attention, where it may be recomputed.
+
+    Attributes:
+        number: its number on this rank.
+        is_training: whether a backward pass will follow; evaluation keeps nothing.
+    """
+
+    number: int
+    is_training: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of nested attention on one rank, apart from its tensors."""
+
+    batch: NestedBatch
+    mask: AttentionMask
+    runtime: AttentionRuntime
+    layer: Layer | None
+    saved: SavedLayer
+    """Of a recomputation: what the first pass kept."""
+    keeps: bool
+    """Whether this is a first pass that will be recomputed."""
+
+    def node(self, part: NodeSlice, sink_H: Tensor | None) -> NodeCall:
+        return NodeCall(
             part=part,
-            samples=batch.samples[part.node],
-            group=runtime.groups.group(part.node),
-            kernel=runtime.kernel,
-            mask=mask,
+            rounds=self.batch.rounds(part, self.mask),
+            group=self.runtime.groups.group(part.node),
+            kernel=self.runtime.kernel,
+            mask=self.mask,
+            sink_H=sink_H,
         )
-        for part in batch.layout.slices
-    ]
+
+    def remaining(self) -> list[NodeSlice]:
+        """What of each node is not saved; nodes of which nothing is left are not there."""
+        parts = []
+        for part in self.batch.layout.slices:
+            saved = self.saved.get(part.node)
+            rest = part if saved is None else part.without_first(saved.num_samples)
+            if len(rest.samples):
+                parts.append(rest)
+        return parts
+
+    def play(self, parts: Sequence[NodeSlice], pass_: Pass, passes: dict[Node, Any]) -> None:
+        play(self.batch.steps(parts, pass_, self.mask), passes, self.runtime.queue)
+
+    def keep(self, out_THV: Tensor, passes: dict[Node, NodeForward]) -> None:
+        """Keeps the output of the saved samples for the recomputation of this layer."""
+        assert self.layer is not None
+        kept: SavedLayer = {}
+        for part in self.batch.layout.slices:
+            count = self.batch.num_saved[part.node]
+            if count == 0:
+                continue
+            rest = part.without_first(count)
+            rows = slice(part.buffer_start, rest.buffer_start)
+            lse_hS = passes[part.node].state.lse_hS
+            tokens = part.stream_tokens - (rest.stream_tokens if len(rest.samples) else 0)
+            kept[part.node] = SavedOutput(count, out_THV[rows].clone(), lse_hS[:, :tokens].clone())
+        self.batch.kept[self.layer.number] = kept
 
 
 class _NestedAttention(torch.autograd.Function):
@@ -98,55 +177,72 @@ class _NestedAttention(torch.autograd.Function):
         ctx: Any,
         q_THD: Tensor,
         k_TKD: Tensor,
-        v_TKD: Tensor,
-        batch: NestedBatch,
-        mask: AttentionMask,
-        runtime: AttentionRuntime,
+        v_TKV: Tensor,
+        sink_H: Tensor | None,
+        call: _Call,
     ) -> Tensor:
-        out_THD = torch.zeros_like(q_THD)
-        passes = {}
-        for call in _node_calls(batch, mask, runtime):
-            rows = call.part.buffer_slice
-            passes[call.part.node] = UlyssesForward(
-                call, q_THD[rows], k_TKD[rows], v_TKD[rows], out_THD[rows]
+        out_THV = q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[2])
+        parts, passes = call.remaining(), {}
+        for part in parts:
+            rows = part.buffer_slice
+            passes[part.node] = NodeForward(
+                call.node(part, sink_H), q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
             )
-        play(batch.steps(Pass.FWD), passes, runtime.queue)
-        saved = [tensor for work in passes.values() for tensor in work.saved]
-        ctx.save_for_backward(*saved)
-        ctx.num_kv_heads = k_TKD.shape[1]
-        ctx.call = (batch, mask, runtime)
-        return out_THD
+        call.play(parts, Pass.FWD, passes)
+        for part in call.batch.layout.slices:
+            if part.node in call.saved:
+                saved_THV = call.saved[part.node].out_THV
+                out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
+        if call.keeps:
+            call.keep(out_THV, passes)
+        states = [passes[part.node].state.tensors for part in parts]
+        inputs = (q_THD, k_TKD, v_TKV) if call.saved else (None, None, None)
+        ctx.save_for_backward(sink_H, *inputs, *(x for state in states for x in state))
+        ctx.kv_shapes = k_TKD.shape, v_TKV.shape
+        ctx.head_dim = q_THD.shape[2]
+        ctx.call = call
+        return out_THV
 
     @staticmethod
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
-        batch, mask, runtime = ctx.call
-        kv_shape = (dout_THD.shape[0], ctx.num_kv_heads, dout_THD.shape[2])
-        grads = (
-            torch.zeros_like(dout_THD, memory_format=torch.contiguous_format),
-            dout_THD.new_zeros(kv_shape),
-            dout_THD.new_zeros(kv_shape),
-        )
-        saved, per_node = ctx.saved_tensors, 5
-        passes = {}
-        for place, call in enumerate(_node_calls(batch, mask, runtime)):
-            rows = call.part.buffer_slice
-            passes[call.part.node] = UlyssesBackward(
-                call,
-                saved[place * per_node : (place + 1) * per_node],
-                dout_THD[rows],
-                (grads[0][rows], grads[1][rows], grads[2][rows]),
+    def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        sink_H, *saved = ctx.saved_tensors
+        inputs, states = saved[:3], saved[3:]
+        shapes = (*dout_THV.shape[:2], ctx.head_dim), *ctx.kv_shapes
+        grads = [dout_THV.new_zeros(shape) for shape in shapes]
+        dsink_H = None if sink_H is None else torch.zeros_like(sink_H, dtype=torch.float64)
+        state_of = {
+            part.node: HeadsState(*states[5 * place : 5 * place + 5])
+            for place, part in enumerate(call.remaining())
+        }
+        parts, passes = call.batch.layout.slices, {}
+        for part in parts:
+            rows, saved_output = part.buffer_slice, call.saved.get(part.node)
+            first: tuple[Tensor, ...] = ()
+            if saved_output is not None:
+                start = part.buffer_start
+                first = tuple(x[start : start + len(saved_output.out_THV)] for x in inputs)
+            passes[part.node] = NodeBackward(
+                call.node(part, sink_H),
+                state_of.get(part.node),
+                saved_output,
+                first,
+                dout_THV[rows],
+                Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H),
             )
-        play(batch.steps(Pass.BWD), passes, runtime.queue)
-        return (*grads, None, None, None)
+        call.play(parts, Pass.BWD, passes)
+        return (*grads, None if dsink_H is None else dsink_H.to(sink_H.dtype), None)
 
 
 def nested_attention(
     q_THD: Tensor,
     k_TKD: Tensor,
-    v_TKD: Tensor,
+    v_TKV: Tensor,
     batch: NestedBatch,
     mask: AttentionMask,
     runtime: AttentionRuntime,
+    sink_H: Tensor | None = None,
+    layer: Layer | None = None,
 ) -> Tensor:
     """Attention of every sample to itself, each in the node its plan says.
 
@@ -155,13 +251,18 @@ def nested_attention(
     Args:
         q_THD: queries of this rank's buffer.
         k_TKD: keys; H is a multiple of K.
-        v_TKD: values.
+        v_TKV: values.
         batch: the micro-batch.
         mask: mask and scale.
         runtime: groups, kernel and queue.
+        sink_H: attention sinks, one more score for each query head with a value of zeros. Their
+            gradient is this rank's part of a sum over all ranks.
+        layer: which layer calls. With it a first pass without gradients, as activation
+            checkpointing makes it, keeps the output of the batch's saved samples, and the pass
+            that recomputes the layer takes it from there.
 
     Returns:
-        `out_THD`, zeros in filler rows.
+        `out_THV`, zeros in filler rows.
 
     Raises:
         ValueError: the tensors do not have the rows of the batch's buffer.
@@ -171,4 +272,10 @@ def nested_attention(
             f"attention got {q_THD.shape[0]} rows, the plan gives rank {batch.layout.rank} "
             f"{batch.layout.buffer_tokens}"
         )
-    return _NestedAttention.apply(q_THD, k_TKD, v_TKD, batch, mask, runtime)
+    saved: SavedLayer = {}
+    is_first = not torch.is_grad_enabled() and layer is not None and layer.is_training
+    if layer is not None and not is_first:
+        saved = batch.kept.pop(layer.number, {})
+    call = _Call(batch, mask, runtime, layer, saved, is_first and any(batch.num_saved.values()))
+    out_THV: Tensor = _NestedAttention.apply(q_THD, k_TKD, v_TKV, sink_H, call)
+    return out_THV

@@ -1,6 +1,7 @@
 """What a user can set: one frozen dataclass, from which the command-line flags are generated."""
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -50,6 +51,11 @@ class NSPConfig:
     plan_ahead: int = 2
     """Steps planned ahead of the training loop in the background; 0 plans inside the loop."""
 
+    input_layout: str = "plan"
+    """Layout in which data is read: 'plan' (every rank reads just its own tokens) or static:N, that
+    of a loader that knows no plan: whole samples are dealt to fixed groups of N ranks, and one
+    all-to-all a micro-batch takes tokens, labels and loss mask to the plan layout."""
+
     overlap: bool = True
     """Stream communication of one node under the compute of another; the bits are the same."""
 
@@ -61,6 +67,12 @@ class NSPConfig:
 
     cpu: bool = False
     """Run Megatron on CPU ranks over gloo: for trying out and for tests, never chosen silently."""
+
+    @property
+    def static_degree(self) -> int | None:
+        """N of the input layout static:N."""
+        match = re.fullmatch(r"static:([1-9][0-9]{0,17})", self.input_layout)
+        return int(match[1]) if match else None
 
     def validate(self) -> None:
         """Checks every field that needs no knowledge of the job.
@@ -75,6 +87,11 @@ class NSPConfig:
             raise ValueError(
                 f"{flag('over_long')} must be one of {', '.join(OVER_LONG_POLICIES)}, "
                 f"got {self.over_long}"
+            )
+        if self.input_layout != "plan" and self.static_degree is None:
+            raise ValueError(
+                f"{flag('input_layout')} must be plan or static:N with N at least 1, got "
+                f"{self.input_layout}"
             )
         if self.degrees is not None and self.max_degree is not None:
             raise ValueError(

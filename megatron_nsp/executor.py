@@ -5,7 +5,8 @@ The executor decides nothing: order comes from `schedule.build_schedule`, the wo
 tensor alone until the exchange is waited for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
@@ -24,7 +25,7 @@ class Pending(Protocol):
     """An exchange on its way."""
 
     def wait(self) -> Tensor:
-        """The received tensor `[sum(recv_rows), ...]`; raises what the exchange raised."""
+        """What was received, `[sum(recv_counts)]`; raises what the exchange raised."""
         ...
 
 
@@ -40,13 +41,12 @@ def run_exchange(exchange: Exchange) -> Tensor:
     """Runs one exchange to its end on the calling thread and stream."""
     if exchange.group is None:
         return exchange.send
-    shape = (sum(exchange.recv_rows), *exchange.send.shape[1:])
-    received = exchange.send.new_empty(shape)
+    received = exchange.send.new_empty(sum(exchange.recv_counts))
     dist.all_to_all_single(
         received,
         exchange.send,
-        list(exchange.recv_rows),
-        list(exchange.send_rows),
+        list(exchange.recv_counts),
+        list(exchange.send_counts),
         group=exchange.group,
     )
     return received
@@ -184,22 +184,51 @@ def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: Communic
     Raises:
         NodeError: a step raised.
     """
-    prologues: dict[Node, Pending] = {}
-    epilogues: list[tuple[Step, Pending]] = []
+    playing = _Playing(passes, queue)
     for step in steps:
-        work = passes[step.node]
-        try:
-            if step.phase is Phase.PROLOGUE:
-                prologues[step.node] = queue.issue(work.prologue())
-            elif step.phase is Phase.COMPUTE:
-                work.compute(prologues.pop(step.node).wait())
-            else:
-                epilogues.append((step, queue.issue(work.epilogue())))
-        except Exception as error:
-            raise NodeError(step, work.call.part, error) from error
-    for step, pending in epilogues:
-        work = passes[step.node]
-        try:
-            work.finish(pending.wait())
-        except Exception as error:
-            raise NodeError(step, work.call.part, error) from error
+        with _named(step, passes[step.node]):
+            playing.run(step)
+    for step, pending in playing.epilogues:
+        with _named(step, passes[step.node]):
+            passes[step.node].finish(pending.wait())
+
+
+class _Playing:
+    """What is on its way while a schedule is played."""
+
+    def __init__(self, passes: Mapping[Node, NodePass], queue: CommunicationQueue) -> None:
+        self.passes, self.queue = passes, queue
+        self.prologues: dict[Node, tuple[int, Pending]] = {}
+        self.returns: dict[Node, list[tuple[int, Pending]]] = {}
+        self.epilogues: list[tuple[Step, Pending]] = []
+
+    def run(self, step: Step) -> None:
+        node, work = step.node, self.passes[step.node]
+        if step.phase is Phase.PROLOGUE:
+            self.receive(node)  # a later round passes on what this one needs
+            self.prologues[node] = step.round, self.queue.issue(work.prologue(step.round))
+        elif step.phase is Phase.COMPUTE:
+            if self.prologues.get(node, (-1,))[0] == step.round:
+                self.receive(node)
+            work.compute(step.round)
+        elif step.phase is Phase.RETURN:
+            pending = self.queue.issue(work.give_back(step.round))
+            self.returns.setdefault(node, []).append((step.round, pending))
+        else:
+            for number, pending in self.returns.pop(node, []):
+                work.take_back(number, pending.wait())
+            self.epilogues.append((step, self.queue.issue(work.epilogue())))
+
+    def receive(self, node: Node) -> None:
+        if node in self.prologues:
+            number, pending = self.prologues.pop(node)
+            self.passes[node].receive(number, pending.wait())
+
+
+@contextmanager
+def _named(step: Step, work: NodePass) -> Iterator[None]:
+    """Names the step in what it raises."""
+    try:
+        yield
+    except Exception as error:
+        raise NodeError(step, work.call.part, error) from error

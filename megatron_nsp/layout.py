@@ -2,7 +2,8 @@
 
 The samples of a node, concatenated in stream order, are its stream of S tokens. Rank i of a node of
 degree d holds the contiguous slice [floor(S*i/d), floor(S*(i+1)/d)): no padding, and counts that
-differ by at most one. A rank's buffer is its slices, root to leaf, then filler tokens.
+differ by at most one. A node with ring members has one such stream a member (`split.py`). A rank's
+buffer is its slices, root to leaf, then filler tokens.
 
     degrees (1, 2), node 2:0 with samples a (5 tokens) and b (2), node 1:1 with c (3 tokens)
 
@@ -11,17 +12,18 @@ differ by at most one. A rank's buffer is its slices, root to leaf, then filler 
         buffer of rank 1  a3 a4 b0 b1 c0 c1 c2
         positions         0 1 2       3 4 0 1 0 1 2       (the place in the token's own sample)
 
-Because the slices of ranks 0..d-1 in order are the stream, an all-to-all between them needs no
-permutation: chunk r of what a rank receives is the r-th part of the stream.
+Because the slices of a member's ranks in order are its stream, an all-to-all between them needs no
+permutation: what a rank receives from the r-th is the r-th part of the stream.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_nsp.plan import IntArray, Plan
+from megatron_nsp.split import Split, chunk_starts, member_tokens, rank_bounds
 from megatron_nsp.tree import Node
 
 
@@ -33,21 +35,17 @@ class Segment(NamedTuple):
     stop: int
 
 
-def slice_bounds(stream_tokens: int, degree: int) -> IntArray:
-    """`[degree + 1]` where the slice of each rank of a node starts in the stream, and the end."""
-    return stream_tokens * np.arange(degree + 1, dtype=np.int64) // degree
-
-
 @dataclass(frozen=True, eq=False)
 class NodeSlice:
-    """One rank's part of one active node.
+    """One rank's part of one active node, or of the samples of one from some place on.
 
     Attributes:
         node: the node.
         rank_in_node: this rank's place in the node, 0..degree-1.
         samples: the node's samples, in stream order.
         lengths: their lengths, in tokens.
-        bounds: `[degree + 1]` slice bounds in the stream.
+        split: how the node divides attention among its ranks.
+        bounds: `[R, u + 1]` slice bounds of the ranks in the streams of their ring members.
         buffer_start: where the slice starts in the rank's buffer.
     """
 
@@ -55,28 +53,54 @@ class NodeSlice:
     rank_in_node: int
     samples: IntArray
     lengths: IntArray
+    split: Split
     bounds: IntArray
     buffer_start: int
 
     @property
     def degree(self) -> int:
-        """Ranks of the node."""
-        return len(self.bounds) - 1
+        """Ranks of the node (d)."""
+        return self.ring_degree * self.ulysses_degree
 
     @property
-    def stream_tokens(self) -> int:
-        """S: tokens of the whole stream."""
-        return int(self.bounds[-1])
+    def ring_degree(self) -> int:
+        """Ring members of the node (R)."""
+        return len(self.bounds)
+
+    @property
+    def ulysses_degree(self) -> int:
+        """Ranks of a ring member (u)."""
+        return int(self.bounds.shape[1]) - 1
+
+    @property
+    def member(self) -> int:
+        """The ring member that this rank belongs to."""
+        return self.rank_in_node // self.ulysses_degree
+
+    @property
+    def rank_in_member(self) -> int:
+        """This rank's place in its ring member."""
+        return self.rank_in_node % self.ulysses_degree
 
     @cached_property
     def rank_tokens(self) -> tuple[int, ...]:
-        """Tokens each rank of the node holds: the split sizes of its all-to-alls."""
-        return tuple(np.diff(self.bounds).tolist())
+        """Tokens each rank of the node holds."""
+        return tuple(np.diff(self.bounds, axis=1).reshape(-1).tolist())
 
     @property
     def num_tokens(self) -> int:
         """Tokens this rank holds."""
         return self.rank_tokens[self.rank_in_node]
+
+    @cached_property
+    def member_tokens(self) -> tuple[int, ...]:
+        """Tokens in the stream of each ring member."""
+        return tuple((self.bounds[:, -1] - self.bounds[:, 0]).tolist())
+
+    @property
+    def stream_tokens(self) -> int:
+        """S: tokens in the stream of this rank's ring member, to which its heads attend."""
+        return self.member_tokens[self.member]
 
     @property
     def buffer_slice(self) -> slice:
@@ -85,17 +109,42 @@ class NodeSlice:
 
     @cached_property
     def cu_seqlens(self) -> IntArray:
-        """`[num_samples + 1]` where each sample starts in the stream, and the end."""
+        """`[num_samples + 1]` where each sample starts in the node's samples, and the end."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def segments(self) -> tuple[Segment, ...]:
-        """The runs of samples in this rank's slice, in stream order; none of them is empty."""
-        start, stop = self.bounds[self.rank_in_node], self.bounds[self.rank_in_node + 1]
-        starts = np.clip(start - self.cu_seqlens[:-1], 0, self.lengths)
-        stops = np.clip(stop - self.cu_seqlens[:-1], 0, self.lengths)
-        held = np.flatnonzero(stops > starts)
-        columns = (self.samples[held], starts[held], stops[held])
+        """The runs of samples in this rank's slice, in buffer order; none of them is empty."""
+        chunks = chunk_starts(self.lengths, self.ring_degree)
+        ends = self.member, 2 * self.ring_degree - 1 - self.member
+        places = [(chunks[c], chunks[c + 1]) for c in ends]
+        if self.ring_degree == 1:  # the two halves of a sample are one run
+            places = [(chunks[0], chunks[2])]
+        runs = np.stack([np.stack(place) for place in places], axis=2).reshape(2, -1)
+        samples = np.repeat(self.samples, len(places))
+        # Where each run starts in the member's stream, from the first token of these samples on.
+        sizes = runs[1] - runs[0]
+        starts_at = np.cumsum(sizes) - sizes
+        low, high = self.bounds[self.member, self.rank_in_member :][:2]
+        first = runs[0] + np.clip(low - starts_at, 0, sizes)
+        last = runs[0] + np.clip(high - starts_at, 0, sizes)
+        held = np.flatnonzero(last > first)
+        columns = (samples[held], first[held], last[held])
         return tuple(map(Segment, *(column.tolist() for column in columns)))
+
+    def without_first(self, num_samples: int) -> "NodeSlice":
+        """The slice of the samples after the first `num_samples`: the end of this one's rows."""
+        if num_samples == 0:
+            return self
+        gone = member_tokens(self.lengths[:num_samples], self.ring_degree).sum(axis=1)
+        bounds = np.maximum(self.bounds - gone[:, None], 0)
+        left = int(np.diff(bounds[self.member, self.rank_in_member :][:2])[0])
+        return replace(
+            self,
+            samples=self.samples[num_samples:],
+            lengths=self.lengths[num_samples:],
+            bounds=bounds,
+            buffer_start=self.buffer_start + self.num_tokens - left,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,12 +212,14 @@ def rank_layout(plan: Plan, rank: int, micro_batch: int = 0, row_multiple: int =
     for node in plan.active_path(rank, micro_batch):
         samples = plan.samples_of(node, micro_batch)
         lengths = plan.lengths[samples]
+        split = plan.split_of(node, micro_batch)
         part = NodeSlice(
             node=node,
             rank_in_node=rank - plan.tree.ranks(node)[0],
             samples=samples,
             lengths=lengths,
-            bounds=slice_bounds(int(lengths.sum()), plan.tree.degree(node)),
+            split=split,
+            bounds=rank_bounds(lengths, plan.tree.degree(node), split),
             buffer_start=buffer_start,
         )
         slices.append(part)

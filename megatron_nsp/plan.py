@@ -6,18 +6,22 @@ holds nothing that depends on the rank, and `digest` lets ranks check that they 
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_nsp.split import ULYSSES, Split, rank_tokens
+from megatron_nsp.split import IntArray as IntArray
 from megatron_nsp.tree import Node, SPTree
 
-IntArray = npt.NDArray[np.int64]
-
 CARRIED = -1
+
+Splits = Mapping[tuple[int, Node], Split]
+"""How nodes divide attention, by micro-batch and node; a node that is not there: Ulysses."""
 
 
 def _frozen(values: npt.ArrayLike) -> IntArray:
@@ -39,6 +43,7 @@ class Plan:
             the next step.
         num_micro_batches: passes of the step; passes without samples are filler passes.
         token_budget: most tokens a rank may hold in one micro-batch; None = no limit.
+        splits: how nodes divide attention among their ranks.
     """
 
     tree: SPTree
@@ -48,12 +53,15 @@ class Plan:
     micro_batch: IntArray
     num_micro_batches: int = 1
     token_budget: int | None = None
+    splits: Splits = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Makes the arrays read-only copies, so that a plan can be shared and hashed.
 
         The node of a carried sample says nothing: it is set to the first leaf.
         """
+        others = {key: split for key, split in sorted(self.splits.items()) if split != ULYSSES}
+        object.__setattr__(self, "splits", others)
         for name in ("lengths", "depth", "index", "micro_batch"):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
         if len(self.depth) == len(self.index) == len(self.micro_batch):
@@ -71,6 +79,7 @@ class Plan:
         micro_batch: npt.ArrayLike | None = None,
         num_micro_batches: int = 1,
         token_budget: int | None = None,
+        splits: Splits | None = None,
     ) -> "Plan":
         """A forced plan: one node a sample, checked by `validate`.
 
@@ -85,6 +94,7 @@ class Plan:
             micro_batch=_frozen(np.zeros(len(nodes)) if micro_batch is None else micro_batch),
             num_micro_batches=num_micro_batches,
             token_budget=token_budget,
+            splits=splits or {},
         )
         plan.validate()
         return plan
@@ -101,6 +111,7 @@ class Plan:
             micro_batch=np.concatenate([self.micro_batch, np.full(len(more), CARRIED)]),
             num_micro_batches=self.num_micro_batches,
             token_budget=self.token_budget,
+            splits=self.splits,
         )
 
     @property
@@ -140,6 +151,10 @@ class Plan:
         """The samples of `node`, in stream order (read-only; empty when the node is inactive)."""
         return self._streams.get((micro_batch, node), _frozen([]))
 
+    def split_of(self, node: Node, micro_batch: int = 0) -> Split:
+        """How `node` divides attention among its ranks."""
+        return self.splits.get((micro_batch, node), ULYSSES)
+
     def active_nodes(self, micro_batch: int = 0) -> tuple[Node, ...]:
         """The nodes that hold at least one sample, roots first."""
         return tuple(sorted(node for key, node in self._streams if key == micro_batch))
@@ -149,16 +164,13 @@ class Plan:
         return tuple(node for node in self.tree.path(rank) if (micro_batch, node) in self._streams)
 
     def token_load(self, micro_batch: int = 0) -> IntArray:
-        """`[num_ranks]` tokens each rank stores in `micro_batch`, without filler tokens.
-
-        Rank i of a node of degree d holds floor(S*(i+1)/d) - floor(S*i/d) of the S stream tokens.
-        """
+        """`[num_ranks]` tokens each rank stores in `micro_batch`, without filler tokens."""
         load = np.zeros(self.tree.num_ranks, dtype=np.int64)
         for (batch, node), samples in self._streams.items():
             if batch == micro_batch:
-                degree, stream_tokens = self.tree.degree(node), int(self.lengths[samples].sum())
-                load[self.tree.ranks(node)] += np.diff(
-                    stream_tokens * np.arange(degree + 1) // degree
+                split = self.split_of(node, micro_batch)
+                load[self.tree.ranks(node)] += rank_tokens(
+                    self.lengths[samples], self.tree.degree(node), split
                 )
         return load
 
@@ -174,7 +186,8 @@ class Plan:
 
         Raises:
             ValueError: a length below 1, an unknown node or micro-batch, arrays of different
-                lengths, or a rank above the token budget; the message names the numbers.
+                lengths, ring members that do not divide a node, or a rank above the token budget;
+                the message names the numbers.
         """
         sizes = {len(a) for a in (self.lengths, self.depth, self.index, self.micro_batch)}
         if len(sizes) != 1:
@@ -188,6 +201,13 @@ class Plan:
         is_batch = (self.micro_batch >= CARRIED) & (self.micro_batch < self.num_micro_batches)
         for sample in np.flatnonzero(~((self.lengths >= 1) & is_node & is_batch))[:1]:
             raise ValueError(self._complaint(int(sample)))
+        for (micro_batch, node), split in self.splits.items():
+            if (micro_batch, node) not in self._streams:
+                raise ValueError(
+                    f"a node without samples is split: depth {node.depth}, index {node.index}, "
+                    f"micro-batch {micro_batch}"
+                )
+            split.validate(self.tree.degree(node))
         if over := self.over_budget_tokens():
             raise ValueError(
                 f"a rank holds {over + (self.token_budget or 0)} tokens, over the token budget of "
@@ -215,6 +235,8 @@ class Plan:
         state = hashlib.sha256(repr(header).encode())
         for array in (self.lengths, self.depth, self.index, self.micro_batch):
             state.update(array.astype("<i8").tobytes())
+        if self.splits:
+            state.update(repr([(b, *node, *s) for (b, node), s in self.splits.items()]).encode())
         return state.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -239,6 +261,7 @@ class Plan:
                     "index": node.index,
                     "samples": samples.tolist(),
                     "lengths": self.lengths[samples].tolist(),
+                    **self.split_of(node, micro_batch).to_dict(),
                 }
                 for (micro_batch, node), samples in sorted(
                     self._streams.items(), key=lambda item: item[0]
@@ -282,6 +305,11 @@ class Plan:
             [row[3] for row in rows],
             data["num_micro_batches"],
             data["token_budget"],
+            {
+                (entry["micro_batch"], tree.node(entry["degree"], entry["index"])): split
+                for entry in data["nodes"]
+                if (split := Split.from_dict(entry)) != ULYSSES
+            },
         )
         if "digest" in data and data["digest"] != plan.digest:
             raise ValueError(f"the plan's digest is {plan.digest}, the file says {data['digest']}")

@@ -1,7 +1,7 @@
 """The issue order of a rank's work in one attention layer, as data.
 
-A rank runs three phases for every active node on its path: prologue (communication), compute, and
-epilogue (communication). `build_schedule` lists them in the order in which the host issues them.
+A rank runs for every active node on its path: prologue (communication), compute, and epilogue
+(communication). `build_schedule` lists these phases in the order in which the host issues them.
 Each queue runs its steps in that order; between queues only a node's own phases wait for one
 another. The executor plays the list with kernels, the simulator with costs, and a pure test proves
 from the lists alone that ranks which share collectives issue them in one order.
@@ -11,12 +11,20 @@ from the lists alone that ranks which share collectives issue them in one order.
 
 In the streamed order the prologue of the next node runs under the compute of this one, and its
 epilogue under the next compute.
+
+A node whose keys and values travel between ring members has several rounds, each with a prologue
+that brings the next keys and a compute phase; in backward each round after the first returns
+gradients (R) to where its keys came from, and the epilogue waits for what others return:
+
+    forward    P0.0 P0.1 C0.0 P0.2 C0.1 P1 C0.2 E0 C1 E1
+    backward   P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1 C0.2 R0.2 C1 E0 E1
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from megatron_nsp.split import ULYSSES, Split
 from megatron_nsp.tree import Node
 
 
@@ -28,10 +36,11 @@ class Pass(Enum):
 
 
 class Phase(Enum):
-    """One of the three phases of a node in a pass."""
+    """One of the phases of a node in a pass."""
 
     PROLOGUE = "prologue"
     COMPUTE = "compute"
+    RETURN = "return"
     EPILOGUE = "epilogue"
 
 
@@ -48,6 +57,7 @@ class Step(NamedTuple):
     pass_: Pass
     node: Node
     phase: Phase
+    round: int = 0
 
     @property
     def queue(self) -> Queue:
@@ -55,32 +65,81 @@ class Step(NamedTuple):
         return Queue.COMPUTE if self.phase is Phase.COMPUTE else Queue.COMMUNICATION
 
 
-def build_schedule(path: Sequence[Node], pass_: Pass, overlap: bool) -> tuple[Step, ...]:
+def num_rounds(split: Split) -> int:
+    """Compute phases of a node: one for each ring member, two where keys are gathered at once."""
+    if split.outer == "gather":
+        return min(split.ring_degree, 2)
+    return split.ring_degree
+
+
+def build_schedule(
+    path: Sequence[Node],
+    pass_: Pass,
+    overlap: bool,
+    splits: Mapping[Node, Split] | None = None,
+) -> tuple[Step, ...]:
     """The steps of one rank in one pass of one layer, in issue order.
 
     Args:
-        path: the rank's active nodes, root first.
+        path: the rank's active nodes, in the order in which they run; the same for all ranks of a
+            tree, so a function of the depths alone.
         pass_: forward or backward.
         overlap: stream the phases of consecutive nodes; otherwise finish a node before the next.
+        splits: how nodes divide attention; a node that is not there: Ulysses.
     """
+    rounds = [(node, r) for node in path for r in range(_rounds(node, splits))]
     steps: list[Step] = []
-    if overlap and path:
-        steps.append(Step(pass_, path[0], Phase.PROLOGUE))
-    for place, node in enumerate(path):
+    waiting: list[Step] = []  # epilogues that first need what other members return
+    if overlap and rounds:
+        steps.append(Step(pass_, rounds[0][0], Phase.PROLOGUE))
+    for place, (node, number) in enumerate(rounds):
+        is_last = number == _rounds(node, splits) - 1
         if not overlap:
-            steps.append(Step(pass_, node, Phase.PROLOGUE))
-        elif place + 1 < len(path):
-            steps.append(Step(pass_, path[place + 1], Phase.PROLOGUE))
-        steps.append(Step(pass_, node, Phase.COMPUTE))
-        steps.append(Step(pass_, node, Phase.EPILOGUE))
-    return tuple(steps)
+            steps.append(Step(pass_, node, Phase.PROLOGUE, number))
+        elif place + 1 < len(rounds):
+            following, its_number = rounds[place + 1]
+            steps.append(Step(pass_, following, Phase.PROLOGUE, its_number))
+        steps.append(Step(pass_, node, Phase.COMPUTE, number))
+        if pass_ is Pass.BWD and number:
+            steps.append(Step(pass_, node, Phase.RETURN, number))
+        steps += waiting
+        waiting = [Step(pass_, node, Phase.EPILOGUE)] if is_last else []
+        if not (overlap and pass_ is Pass.BWD and number):
+            steps += waiting
+            waiting = []
+    return (*steps, *waiting)
 
 
-def collectives(steps: Sequence[Step], degree_of: dict[Node, int]) -> tuple[Step, ...]:
-    """The steps that put a collective on the network, in issue order.
+def _rounds(node: Node, splits: Mapping[Node, Split] | None) -> int:
+    return num_rounds(splits.get(node, ULYSSES) if splits else ULYSSES)
 
-    A node of one rank exchanges with itself alone and sends nothing.
+
+def communicates(step: Step, degree: int, split: Split = ULYSSES) -> bool:
+    """Whether a step puts a collective on the network.
+
+    First prologues and epilogues are among the ranks of a ring member, the rest between members; an
+    exchange of a rank with itself alone sends nothing.
+
+    Args:
+        step: the step.
+        degree: ranks of its node.
+        split: how they divide attention.
     """
+    if step.queue is Queue.COMPUTE:
+        return False
+    is_inside = step.phase is Phase.EPILOGUE or step.round == 0
+    return (degree // split.ring_degree if is_inside else split.ring_degree) > 1
+
+
+def collectives(
+    steps: Sequence[Step],
+    degree_of: Mapping[Node, int],
+    splits: Mapping[Node, Split] | None = None,
+) -> tuple[Step, ...]:
+    """The steps that put a collective on the network, in issue order."""
+    splits = splits or {}
     return tuple(
-        step for step in steps if step.queue is Queue.COMMUNICATION and degree_of[step.node] > 1
+        step
+        for step in steps
+        if communicates(step, degree_of[step.node], splits.get(step.node, ULYSSES))
     )

@@ -1,9 +1,9 @@
 """The interface between the executor and an SP backend.
 
-A backend splits the attention of one node into three phases. Only the exchanges communicate, and
-they are values: the backend packs what it sends, the executor hands the exchange to a communication
-queue, and the backend unpacks what came back. A `NodePass` lives for one call; a backend itself
-holds no state, since several nodes, layers and micro-batches are live at once.
+A backend splits the attention of one node into phases. Only the exchanges communicate, and they are
+values: the backend packs what it sends, the executor hands the exchange to a communication queue,
+and the backend unpacks what came back. A `NodePass` lives for one call; a backend itself holds no
+state, since several nodes, layers and micro-batches are live at once.
 """
 
 from dataclasses import dataclass
@@ -12,44 +12,48 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionKernel, AttentionMask, SampleBounds
+from megatron_nsp.backends.blocks import Rounds
+from megatron_nsp.kernels.base import AttentionKernel, AttentionMask
 from megatron_nsp.layout import NodeSlice
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One all-to-all among the ranks of a node.
+    """One all-to-all among the ranks of a node; those that have nothing for each other stay out.
 
     Attributes:
-        send: `[sum(send_rows), ...]` contiguous; the rows for each rank of the node, in rank order.
-        send_rows: rows for each rank.
-        recv_rows: rows from each rank.
-        group: the node's group; None when the node has one rank, which then keeps what it sends.
+        send: `[sum(send_counts)]` contiguous; the elements for each rank of the node, in rank
+            order.
+        send_counts: elements for each rank.
+        recv_counts: elements from each rank.
+        group: the node's group; None when nothing leaves the rank, which then keeps what it sends.
     """
 
     send: Tensor
-    send_rows: tuple[int, ...]
-    recv_rows: tuple[int, ...]
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
     group: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, eq=False)
 class NodeCall:
-    """What both passes of one attention call need to know of one node.
+    """What a pass of one attention call needs to know of one node.
 
     Attributes:
         part: this rank's slice of the node.
-        samples: the bounds of the node's samples.
+        rounds: what its ring member computes in each round.
         group: the node's group.
         kernel: attention kernel.
         mask: mask and scale.
+        sink_H: attention sinks of all query heads, if the layer has some.
     """
 
     part: NodeSlice
-    samples: SampleBounds
+    rounds: Rounds
     group: dist.ProcessGroup | None
     kernel: AttentionKernel
     mask: AttentionMask
+    sink_H: Tensor | None = None
 
 
 class NodePass(Protocol):
@@ -61,16 +65,31 @@ class NodePass(Protocol):
 
     call: NodeCall
 
-    def prologue(self) -> Exchange:
-        """Packs what the compute phase needs from the other ranks. Does not communicate."""
+    def prologue(self, number: int) -> Exchange:
+        """Packs what round `number` needs from other ranks; like all of these, sends nothing.
+
+        What the round before needed has been received by then.
+        """
         ...
 
-    def compute(self, received: Tensor) -> None:
-        """Runs the kernel on what the prologue received. Does not communicate."""
+    def receive(self, number: int, received: Tensor) -> None:
+        """Takes what the prologue of round `number` received."""
+        ...
+
+    def compute(self, number: int) -> None:
+        """Runs the kernel on what the prologues received."""
+        ...
+
+    def give_back(self, number: int) -> Exchange:
+        """Packs the gradients of the keys of round `number` for those who hold the keys."""
+        ...
+
+    def take_back(self, number: int, received: Tensor) -> None:
+        """Adds what others returned in round `number`."""
         ...
 
     def epilogue(self) -> Exchange:
-        """Packs the results for the ranks they belong to. Does not communicate."""
+        """Packs the results for the ranks they belong to."""
         ...
 
     def finish(self, received: Tensor) -> None:

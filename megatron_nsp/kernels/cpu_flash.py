@@ -1,9 +1,12 @@
 """torch's CPU flash attention, one call a sample: it has no variable-length form.
 
 The private operator is used because the public one does not return the LSE. Its traps: a sequence
-of no tokens kills the process, head counts go unchecked, and `is_causal` aligns top-left, which is
-right here because queries and keys of a sample have the same length.
+of no tokens kills the process, head counts go unchecked, values must have the head dim of keys, and
+`is_causal` aligns top-left, so that windows and queries that are the tail of their keys get their
+mask as numbers.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,9 @@ from megatron_nsp.kernels.base import (
     SampleBounds,
     check_contiguous,
     check_heads,
+    hidden_keys,
     lse_dtype,
+    pad_head_dim,
 )
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -24,6 +29,17 @@ def _heads_first(x_SHD: Tensor) -> Tensor:
     return x_SHD.transpose(0, 1).unsqueeze(0)  # [1, H, S, D], a view
 
 
+def _mask_arguments(q_SHD: Tensor, k_CKD: Tensor, mask: AttentionMask) -> tuple[bool, Any]:
+    """The operator's `is_causal` and `attn_mask` for one sample."""
+    num_queries, num_keys = q_SHD.shape[0], k_CKD.shape[0]
+    reaches_all = mask.window_left is None or mask.window_left >= num_keys - 1
+    if not mask.is_causal or (num_queries == num_keys and reaches_all):
+        return mask.is_causal, None
+    hidden = hidden_keys(num_queries, num_keys, mask, q_SHD.device)
+    assert hidden is not None
+    return False, torch.zeros_like(hidden, dtype=q_SHD.dtype).masked_fill_(hidden, float("-inf"))
+
+
 class CpuFlashKernel:
     """Flash attention on CPU tensors of any float dtype."""
 
@@ -32,51 +48,61 @@ class CpuFlashKernel:
     def forward(
         self,
         q_SHD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
+        k_CKD: Tensor,
+        v_CKV: Tensor,
         samples: SampleBounds,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel.forward`."""
-        check_heads(q_SHD, k_SKD)
-        check_contiguous(q_SHD, k_SKD, v_SKD)
-        out_SHD = torch.empty_like(q_SHD)
+        check_heads(q_SHD, k_CKD)
+        check_contiguous(q_SHD, k_CKD, v_CKV)
+        value_dim, head_dim = v_CKV.shape[2], max(q_SHD.shape[2], v_CKV.shape[2])
+        q_SHD, k_CKD, v_CKV = (pad_head_dim(x, head_dim) for x in (q_SHD, k_CKD, v_CKV))
+        out_SHV = q_SHD.new_empty(*q_SHD.shape[:2], value_dim)
         lse_HS = q_SHD.new_empty(q_SHD.shape[1], q_SHD.shape[0], dtype=lse_dtype(q_SHD.dtype))
-        for rows in samples.slices:
+        for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
+            q, k, v = q_SHD[rows], k_CKD[keys], v_CKV[keys]
+            is_causal, attn_mask = _mask_arguments(q, k, mask)
             out, lse = _forward(
-                _heads_first(q_SHD[rows]),
-                _heads_first(k_SKD[rows]),
-                _heads_first(v_SKD[rows]),
+                *(_heads_first(x) for x in (q, k, v)),
                 0.0,
-                mask.is_causal,
+                is_causal,
+                attn_mask=attn_mask,
                 scale=mask.softmax_scale,
             )
-            out_SHD[rows] = out[0].transpose(0, 1)
+            out_SHV[rows] = out[0].transpose(0, 1)[..., :value_dim]
             lse_HS[:, rows] = lse[0]
-        return out_SHD, lse_HS
+        return out_SHV, lse_HS
 
     def backward(
         self,
-        dout_SHD: Tensor,
+        dout_SHV: Tensor,
         q_SHD: Tensor,
-        k_SKD: Tensor,
-        v_SKD: Tensor,
-        out_SHD: Tensor,
+        k_CKD: Tensor,
+        v_CKV: Tensor,
+        out_SHV: Tensor,
         lse_HS: Tensor,
         samples: SampleBounds,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel.backward`."""
-        check_contiguous(dout_SHD, q_SHD, k_SKD, v_SKD, out_SHD)
-        grads = torch.empty_like(q_SHD), torch.empty_like(k_SKD), torch.empty_like(v_SKD)
-        for rows in samples.slices:
+        check_contiguous(dout_SHV, q_SHD, k_CKD, v_CKV, out_SHV)
+        grads = torch.empty_like(q_SHD), torch.empty_like(k_CKD), torch.empty_like(v_CKV)
+        head_dim = max(q_SHD.shape[2], v_CKV.shape[2])
+        dout_SHV, q_SHD, k_CKD, v_CKV, out_SHV = (
+            pad_head_dim(x, head_dim) for x in (dout_SHV, q_SHD, k_CKD, v_CKV, out_SHV)
+        )
+        for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
+            q, k, v = q_SHD[rows], k_CKD[keys], v_CKV[keys]
+            is_causal, attn_mask = _mask_arguments(q, k, mask)
             parts = _backward(
-                *(_heads_first(x[rows]) for x in (dout_SHD, q_SHD, k_SKD, v_SKD, out_SHD)),
+                *(_heads_first(x) for x in (dout_SHV[rows], q, k, v, out_SHV[rows])),
                 lse_HS[:, rows].unsqueeze(0),
                 0.0,
-                mask.is_causal,
+                is_causal,
+                attn_mask=attn_mask,
                 scale=mask.softmax_scale,
             )
-            for grad, part in zip(grads, parts, strict=True):
-                grad[rows] = part[0].transpose(0, 1)
+            for grad, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
+                grad[where] = part[0].transpose(0, 1)[..., : grad.shape[2]]
         return grads

@@ -1,8 +1,8 @@
 """The iterator Megatron's loop draws from: one planned micro-batch after the other.
 
-Every rank runs the same StepPlanner and reads only the tokens of its own slices. Before the first
-collective of a step the ranks of the domain have compared the step's digest: the one collective
-that runs beside others, on Megatron's own data-parallel group.
+Every rank runs the same StepPlanner and a reader that brings the tokens of its own slices. Before
+the first collective of a step the ranks of the domain have compared the step's digest: the one
+collective that runs beside others, on Megatron's own data-parallel group.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megatron_nsp.attention import NestedBatch
-from megatron_nsp.layout import RankLayout
-from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.readers import ReadRows, on_device
 from megatron_nsp.step_planner import PlannedStep, StepPlanner
 
 
@@ -45,41 +44,12 @@ class MicroBatch:
     padding_mask: Tensor
 
 
-def read_tokens(
-    layout: RankLayout, step_documents: np.ndarray, lengths: np.ndarray, documents: Documents
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, labels and loss mask of a rank's buffer, `[T]` each.
-
-    Labels are the documents' own next tokens, so a target may lie beyond the rank's slice; the last
-    token of a document has none.
-
-    Args:
-        layout: what the rank holds.
-        step_documents: `[n]` document of each sample.
-        lengths: `[n]` tokens of each sample.
-        documents: where to read.
-    """
-    rows = layout.buffer_tokens
-    tokens, labels = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
-    loss_mask = np.zeros(rows, dtype=np.float32)
-    row = 0
-    for sample, start, stop in layout.segments:
-        last = int(lengths[sample])
-        read = documents.read(int(step_documents[sample]), start, min(stop + 1, last))
-        num_targets = min(stop, last - 1) - start
-        tokens[row : row + stop - start] = read[: stop - start]
-        labels[row : row + num_targets] = read[1 : 1 + num_targets]
-        loss_mask[row : row + num_targets] = 1.0
-        row += stop - start
-    return tokens, labels, loss_mask
-
-
 class NestedDataIterator:
     """Yields the micro-batches of one rank, for ever.
 
     Args:
         planner: plans the steps.
-        documents: the training documents.
+        read: brings the rows of this rank's buffer.
         rank: this rank in the domain.
         row_multiple: buffers are filled to a multiple of this many rows.
         overlap: stream the phases of consecutive nodes.
@@ -89,14 +59,14 @@ class NestedDataIterator:
     def __init__(
         self,
         planner: StepPlanner,
-        documents: Documents,
+        read: ReadRows,
         rank: int,
         row_multiple: int,
         overlap: bool,
         on_step: Callable[[PlannedStep], None],
     ) -> None:
         """Plans nothing yet."""
-        self._planner, self._documents, self._rank = planner, documents, rank
+        self._planner, self._read, self._rank = planner, read, rank
         self._row_multiple, self._overlap, self._on_step = row_multiple, overlap, on_step
         self._micro_batches = self._run()
 
@@ -134,25 +104,17 @@ class NestedDataIterator:
         nested = NestedBatch.build(
             step.plan, self._rank, micro_batch, self._row_multiple, self._overlap
         )
-        layout = nested.layout
-        tokens, labels, loss_mask = read_tokens(
-            layout, step.batch.documents, step.batch.lengths, self._documents
-        )
+        layout, rows = nested.layout, self._read(step, nested)
         is_filler = np.arange(layout.buffer_tokens) >= layout.num_tokens
         return MicroBatch(
             nested=nested,
             step_has_targets=step.num_targets > 0,
-            tokens=_row(tokens),
-            labels=_row(labels),
-            loss_mask=_row(loss_mask),
-            positions=_row(layout.positions)[0],
-            padding_mask=_row(is_filler),
+            tokens=rows.tokens.unsqueeze(0),
+            labels=rows.labels.unsqueeze(0),
+            loss_mask=rows.loss_mask.unsqueeze(0),
+            positions=on_device(layout.positions),
+            padding_mask=on_device(is_filler).unsqueeze(0),
         )
-
-
-def _row(values: np.ndarray) -> Tensor:
-    """`[1, T]` on the device of the job."""
-    return torch.from_numpy(values).unsqueeze(0).to("cuda", non_blocking=True)
 
 
 class DigestComparison:

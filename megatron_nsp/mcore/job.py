@@ -90,6 +90,7 @@ class Job:
         config.validate()
         check_ranges(args, validate.RANGES)
         tree = validate.job_tree(args, config)
+        validate.check_input_layout(config, tree.num_ranks)
         num_micro_batches = validate.check_loop(args, tree.num_ranks)
         validate.check_attention(args)
         validate.check_moe(args)
@@ -200,6 +201,7 @@ class Job:
             f"nsp: {self.tree.num_ranks} ranks in the domain, degrees {list(self.tree.degrees)}, "
             f"{groups.num_groups} of {groups.num_creations} groups on this rank, kernel "
             f"{kernel_name}, profile {self.profile.name}{estimate}, policy {self.config.policy}, "
+            f"input layout {self.config.input_layout}, "
             f"{self.num_micro_batches} passes a step of {self.config.batch_tokens} tokens, longest "
             f"sample {self.max_length} tokens"
         )

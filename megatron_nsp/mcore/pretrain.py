@@ -29,11 +29,13 @@ from megatron_nsp.mcore import megatron_fixes, parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
 from megatron_nsp.mcore.cpu import check_cpu_args, set_cpu_defaults
 from megatron_nsp.mcore.data import NestedDataIterator
+from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import gpt_config
 from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
 from megatron_nsp.step_planner import PlannedStep
 
 REFUSAL_WAIT_S = 10.0
@@ -164,7 +166,7 @@ class Trainer:
         planner, documents = planned
         iterator = NestedDataIterator(
             planner,
-            documents,
+            self._reader(documents),
             parallel_state.get_nested_groups().rank,
             self.job.row_multiple,
             self.job.config.overlap,
@@ -172,6 +174,13 @@ class Trainer:
         )
         self._iterators.append(iterator)
         return iterator
+
+    def _reader(self, documents: Documents) -> ReadRows:
+        degree = self.job.config.static_degree
+        if degree is None:
+            return PlanReader(documents)
+        group = mpu.get_data_parallel_group()
+        return StaticReader(documents, degree, self.job.row_multiple, group)
 
     def _start_step(self, step: PlannedStep) -> None:
         self.step = step

@@ -7,6 +7,7 @@ the same verdict, since they look at the same flags and the same index file.
 import argparse
 
 from megatron_nsp.config import NSPConfig, Range, build_tree, flag
+from megatron_nsp.input_layout import static_groups
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.tree import SPTree
 
@@ -288,3 +289,17 @@ def job_tree(args: argparse.Namespace, config: NSPConfig) -> SPTree:
         ValueError: see `config.build_tree`, `domain_size` and `heads_per_rank`.
     """
     return build_tree(config, domain_size(args), *heads_per_rank(args))
+
+
+def check_input_layout(config: NSPConfig, num_ranks: int) -> None:
+    """Checks that the static groups of the input layout, if any, fit the domain.
+
+    Raises:
+        ValueError: names the flag, its degree and the ranks.
+    """
+    if config.static_degree is None:
+        return
+    try:
+        static_groups(num_ranks, config.static_degree)
+    except ValueError as error:
+        raise ValueError(f"{flag('input_layout')} {config.input_layout}: {error}") from error

@@ -215,7 +215,8 @@ class CostModel:
         """What one phase of an active node costs beyond its work, in one layer."""
         if phase is Phase.COMPUTE:
             return self.profile.latency_us
-        return self._rate(degree).latency_us if degree > 1 else 0.0
+        is_exchange = phase in (Phase.PROLOGUE, Phase.EPILOGUE)
+        return self._rate(degree).latency_us if is_exchange and degree > 1 else 0.0
 
     def dense_us_per_token(self, pass_: Pass) -> float:
         """Time of one token outside attention: projections, MLPs, experts, output layer."""
@@ -263,7 +264,7 @@ class CostModel:
         """Bytes of all layers that one token of a node's stream adds to each of its ranks."""
         fitted = self.profile.fitted
         if fitted is not None:
-            is_exchange = phase is not Phase.COMPUTE
+            is_exchange = phase in (Phase.PROLOGUE, Phase.EPILOGUE)
             share = 0.5 * _share(fitted, pass_) if is_exchange else 0.0
             return share * fitted.exchange_bytes_per_token / degree
         sent_bytes = SENT_BYTES[self.backend]

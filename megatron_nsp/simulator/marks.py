@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_nsp.layout import slice_bounds
 from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.planner.cost import ModelShape
+from megatron_nsp.split import slice_bounds
 
 
 @dataclass(frozen=True, eq=False)

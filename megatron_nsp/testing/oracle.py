@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_nsp.kernels.base import AttentionMask, SampleBounds
 from megatron_nsp.kernels.reference import ReferenceKernel
+from megatron_nsp.kernels.sink import add_sink, sink_gradient
 from megatron_nsp.plan import IntArray
 
 
@@ -36,11 +37,14 @@ class AttentionInputs:
         head_dim: int,
         dtype: torch.dtype,
         seed: int,
+        value_dim: int | None = None,
     ) -> "AttentionInputs":
         """Normal random inputs; the same for the same seed on every rank."""
         generator = torch.Generator().manual_seed(seed)
         heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
-        shapes = [(num_tokens, count, head_dim) for count in heads]
+        value_dim = head_dim if value_dim is None else value_dim
+        dims = (head_dim, head_dim, value_dim, value_dim)
+        shapes = [(num_tokens, *shape) for shape in zip(heads, dims, strict=True)]
         return cls(
             *(
                 torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -57,17 +61,25 @@ class AttentionInputs:
 
 
 def attention_oracle(
-    inputs: AttentionInputs, lengths: IntArray, mask: AttentionMask
+    inputs: AttentionInputs,
+    lengths: IntArray,
+    mask: AttentionMask,
+    sink_H: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """`out`, `dq`, `dk`, `dv` of the whole batch in float64."""
+    """`out`, `dq`, `dk`, `dv` of the whole batch in float64, and `dsink` if there are sinks."""
     kernel = ReferenceKernel()
     samples = SampleBounds(np.concatenate([[0], np.cumsum(lengths)]))
     q, k, v, dout = (
         x.double() for x in (inputs.q_NHD, inputs.k_NKD, inputs.v_NKD, inputs.dout_NHD)
     )
     out, lse = kernel.forward(q, k, v, samples, mask)
+    if sink_H is not None:
+        out, lse = add_sink(out, lse, sink_H.double())
     dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, samples, mask)
-    return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    results = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    if sink_H is not None:
+        results["dsink"] = sink_gradient(dout, out, lse, sink_H.double())
+    return results
 
 
 def relative_errors(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -1,9 +1,13 @@
 """Random trees and plans, awkward on purpose: no planner would make most of them."""
 
 import random
+from dataclasses import replace
+
+import numpy as np
 
 from megatron_nsp.config import is_admissible
-from megatron_nsp.plan import Plan
+from megatron_nsp.plan import CARRIED, Plan
+from megatron_nsp.split import OUTER, Split
 from megatron_nsp.tree import SPTree
 
 CHAINS = ((1, 2, 4, 8), (1, 2, 8), (1, 4), (1, 2), (1, 8), (1,), (1, 3, 6), (1, 6))
@@ -19,6 +23,12 @@ def random_tree(rng: random.Random, max_ranks: int, num_heads: int, num_kv_heads
             return SPTree(degrees[-1] * rng.randint(1, num_trees), degrees)
 
 
+def random_uneven_tree(rng: random.Random, max_ranks: int) -> SPTree:
+    """A tree of at most `max_ranks` ranks and at least two levels, whatever the heads allow."""
+    degrees = rng.choice([chain for chain in CHAINS if len(chain) > 1])
+    return SPTree(degrees[-1] * rng.randint(1, max_ranks // degrees[-1]), degrees)
+
+
 def random_lengths(rng: random.Random, max_samples: int, max_length: int) -> list[int]:
     """A few samples; one-token samples and lengths below the degree are common."""
     count = rng.randint(1, max_samples)
@@ -32,3 +42,30 @@ def random_plan(rng: random.Random, tree: SPTree, lengths: list[int]) -> Plan:
     nodes = list(tree.nodes())
     pool = rng.sample(nodes, rng.randint(1, len(nodes)))
     return Plan.from_nodes(tree, lengths, [rng.choice(pool) for _ in lengths])
+
+
+def random_splits(rng: random.Random, plan: Plan, num_heads: int, num_kv_heads: int) -> Plan:
+    """The plan with nodes split at random, among heads as far as these allow."""
+    splits = {}
+    for node in plan.active_nodes():
+        degree = plan.tree.degree(node)
+        possible = [
+            ring_degree
+            for ring_degree in range(1, degree + 1)
+            if degree % ring_degree == 0
+            and is_admissible(degree // ring_degree, num_heads, num_kv_heads)
+        ]
+        ring_degree = rng.choice(possible)
+        if ring_degree > 1:
+            splits[0, node] = Split(ring_degree, rng.choice(OUTER))
+    return replace(plan, splits=splits)
+
+
+def random_step(rng: random.Random, num_ranks: int) -> Plan:
+    """A plan of up to three micro-batches with carried samples, over exactly `num_ranks` ranks."""
+    chains = [chain for chain in CHAINS if num_ranks % chain[-1] == 0]
+    tree = SPTree(num_ranks, rng.choice(chains))
+    one_pass = random_plan(rng, tree, random_lengths(rng, 12, 60))
+    num_micro_batches = rng.randint(1, 3)
+    micro_batch = [rng.randint(CARRIED, num_micro_batches - 1) for _ in one_pass.lengths]
+    return replace(one_pass, micro_batch=np.array(micro_batch), num_micro_batches=num_micro_batches)

@@ -6,15 +6,18 @@ The mechanism behind `megatron-nsp verify` and behind the attention tests.
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from megatron_nsp.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
+from megatron_nsp.backends.blocks import split_for
 from megatron_nsp.executor import build_queue
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import AttentionMask, choose_kernel
-from megatron_nsp.layout import rank_layout
+from megatron_nsp.layout import NodeSlice, rank_layout
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner.cost import ModelShape, ulysses_sent_bytes
-from megatron_nsp.schedule import Pass, Phase
+from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
+from megatron_nsp.schedule import Pass, build_schedule, communicates
 from megatron_nsp.testing.logging_group import CollectiveLog, Record, logged_new_group
 from megatron_nsp.testing.oracle import (
     AttentionInputs,
@@ -22,7 +25,8 @@ from megatron_nsp.testing.oracle import (
     relative_errors,
 )
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.tree import SPTree
+from megatron_nsp.traffic import HeadShape, sent_elements
+from megatron_nsp.tree import Node, SPTree
 
 DTYPES = {
     "float64": torch.float64,
@@ -46,6 +50,12 @@ class AttentionCase:
         overlap: stream the phases.
         seed: seed of the inputs.
         row_multiple: buffers are filled to a multiple of this many rows.
+        value_dim: head dimension of the values; None = `head_dim`.
+        is_causal: whether the mask is causal.
+        window_left: most tokens before itself that a token sees; None = all.
+        has_sinks: whether every query head has an attention sink.
+        saved: samples whose output is kept while the call is recomputed; None = the call is made
+            once, without recomputation.
     """
 
     plan: Plan
@@ -56,17 +66,31 @@ class AttentionCase:
     overlap: bool = True
     seed: int = 0
     row_multiple: int = 1
+    value_dim: int | None = None
+    is_causal: bool = True
+    window_left: int | None = None
+    has_sinks: bool = False
+    saved: SavedSamples | None = None
 
     @property
     def mask(self) -> AttentionMask:
-        """Causal, with the usual scale."""
-        return AttentionMask(self.head_dim**-0.5)
+        """The mask, with the usual scale."""
+        return AttentionMask(self.head_dim**-0.5, self.is_causal, self.window_left)
 
     def draw(self) -> AttentionInputs:
         """The case's inputs."""
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         num_tokens = int(self.plan.lengths.sum())
-        return AttentionInputs.draw(num_tokens, *heads, DTYPES[self.dtype], self.seed)
+        dtype = DTYPES[self.dtype]
+        return AttentionInputs.draw(num_tokens, *heads, dtype, self.seed, self.value_dim)
+
+    def sinks(self) -> torch.Tensor | None:
+        """`[num_heads]` the sinks, if there are some."""
+        if not self.has_sinks:
+            return None
+        generator = torch.Generator().manual_seed(self.seed)
+        sinks = torch.randn(self.num_heads, generator=generator, dtype=torch.float64)
+        return sinks.to(DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -85,8 +109,7 @@ class CaseResult:
     Attributes:
         errors: largest relative error of out, dq, dk and dv.
         num_collectives: all-to-alls of each rank.
-        predicted_collectives: the closed form: 2 forward and 2 backward for each active node of
-            more than one rank on the rank's path.
+        predicted_collectives: the closed form: one for each step that communicates.
         sent_bytes: bytes each rank sent to others.
         predicted_bytes: the closed form.
         records: each rank's all-to-alls in order.
@@ -114,17 +137,32 @@ def run_case(
     rank: int, case: AttentionCase, groups: NestedGroups, log: CollectiveLog
 ) -> RankResult:
     """Forward and backward of one case on one rank."""
-    batch = NestedBatch.build(case.plan, rank, row_multiple=case.row_multiple, overlap=case.overlap)
+    batch = NestedBatch.build(
+        case.plan,
+        rank,
+        row_multiple=case.row_multiple,
+        overlap=case.overlap,
+        saved_samples=case.saved or NOTHING_SAVED,
+    )
     layout = batch.layout
     numbers = layout.token_numbers(case.plan.lengths)
     q, k, v, dout = case.draw().rows(numbers, layout.num_filler_tokens)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, case.overlap))
+    sinks = case.sinks()
+    if sinks is not None:
+        leaves.append(sinks.requires_grad_())
+    layer = None if case.saved is None else Layer(1, is_training=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None = None) -> Tensor:
+        return nested_attention(q, k, v, batch, case.mask, runtime, sink_H, layer)
+
     log.clear()
-    out = nested_attention(leaves[0], leaves[1], leaves[2], batch, case.mask, runtime)
+    out = attend(*leaves) if layer is None else checkpoint(attend, *leaves, use_reentrant=True)
     out.backward(dout)
+    assert not batch.kept, f"{len(batch.kept)} layers are still kept"
     outputs = {"out": out.detach()}
-    for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True):
+    for name, leaf in zip(("dq", "dk", "dv", "dsink"), leaves, strict=False):
         assert leaf.grad is not None
         outputs[name] = leaf.grad
     return RankResult(outputs, tuple(log.records), log.max_in_flight)
@@ -159,29 +197,36 @@ def _groups_of_first_ranks(tree: SPTree, rank: int, log: CollectiveLog) -> Neste
 
 def predicted_traffic(case: AttentionCase) -> tuple[list[int], list[int]]:
     """Collectives and bytes of each rank, from the plan alone."""
-    shape = ModelShape.from_hidden(
-        num_layers=1,
-        hidden=case.num_heads * case.head_dim,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        bytes_per_element=DTYPES[case.dtype].itemsize,
-    )
+    value_dim = case.head_dim if case.value_dim is None else case.value_dim
+    heads = HeadShape(case.num_heads, case.num_kv_heads, case.head_dim, value_dim)
     num_collectives, sent_bytes = [], []
     for rank in range(case.plan.tree.num_ranks):
-        slices = rank_layout(case.plan, rank).slices
-        num_collectives.append(4 * sum(part.degree > 1 for part in slices))
-        sent_bytes.append(
-            sum(
-                ulysses_sent_bytes(
-                    pass_, phase, part.num_tokens, part.stream_tokens, part.degree, shape
+        count, elements = 0, 0
+        for pass_, parts, num_saved in _passes_of(case, rank):
+            splits = {part.node: split_for(part.split, case.mask) for part in parts}
+            part_of = {part.node: part for part in parts}
+            for step in build_schedule([*part_of], pass_, case.overlap, splits):
+                part, split = part_of[step.node], splits[step.node]
+                count += communicates(step, part.degree, split)
+                elements += sent_elements(
+                    step, part, heads, split, case.is_causal, num_saved.get(step.node, 0)
                 )
-                for part in slices
-                for pass_ in Pass
-                for phase in Phase
-            )
-        )
+        num_collectives.append(count)
+        sent_bytes.append(elements * DTYPES[case.dtype].itemsize)
     return num_collectives, sent_bytes
+
+
+def _passes_of(
+    case: AttentionCase, rank: int
+) -> list[tuple[Pass, list[NodeSlice], dict[Node, int]]]:
+    """The passes of one attention call: what runs in each, and what backward gathers once more."""
+    parts = list(rank_layout(case.plan, rank).slices)
+    if case.saved is None:
+        return [(Pass.FWD, parts, {}), (Pass.BWD, parts, {})]
+    num_saved = {part.node: case.saved.of_node(0, part.node) for part in parts}
+    again = [part.without_first(num_saved[part.node]) for part in parts]
+    again = [part for part in again if len(part.samples)]
+    return [(Pass.FWD, parts, {}), (Pass.FWD, again, {}), (Pass.BWD, parts, num_saved)]
 
 
 def check_cases(cases: list[AttentionCase], timeout_s: float = 60.0) -> list[CaseResult]:
@@ -190,18 +235,31 @@ def check_cases(cases: list[AttentionCase], timeout_s: float = 60.0) -> list[Cas
     Raises:
         RankError: a rank failed.
     """
+    results = run_cases(cases, timeout_s)
+    return [_compare(case, ranks) for case, ranks in zip(cases, results, strict=True)]
+
+
+def run_cases(cases: list[AttentionCase], timeout_s: float = 60.0) -> list[list[RankResult]]:
+    """What each rank computed and sent, case by case.
+
+    Raises:
+        RankError: a rank failed.
+    """
     num_ranks = max(case.plan.tree.num_ranks for case in cases)
     per_rank = run_ranks(num_ranks, _rank_cases, cases, timeout_s=timeout_s)
-    results = []
-    for place, case in enumerate(cases):
-        ranks = [per_rank[rank][place] for rank in range(case.plan.tree.num_ranks)]
-        results.append(_compare(case, ranks))
-    return results
+    return [
+        [per_rank[rank][place] for rank in range(case.plan.tree.num_ranks)]
+        for place, case in enumerate(cases)
+    ]
 
 
 def _compare(case: AttentionCase, ranks: list[RankResult]) -> CaseResult:
-    expected = attention_oracle(case.draw(), case.plan.lengths, case.mask)
+    expected = attention_oracle(case.draw(), case.plan.lengths, case.mask, case.sinks())
     gathered = {name: torch.full_like(x, float("nan")) for name, x in expected.items()}
+    if case.has_sinks:  # each rank has its part of a sum over ranks
+        gathered["dsink"] = torch.stack(
+            [result.outputs.pop("dsink").double() for result in ranks]
+        ).sum(0)
     for rank, result in enumerate(ranks):
         layout = rank_layout(case.plan, rank)
         numbers = torch.from_numpy(layout.token_numbers(case.plan.lengths))

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from megatron_nsp.kernels import KERNELS, AttentionMask, SampleBounds, choose_kernel
+from megatron_nsp.kernels.base import hidden_keys
 from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.kernels.reference import ReferenceKernel
+from megatron_nsp.kernels.sink import add_sink, sink_gradient
 
 CPU = torch.device("cpu")
 BOUNDS = SampleBounds(np.array([0, 1, 8, 8 + 65]))
@@ -17,17 +19,86 @@ def inputs(num_kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(73, heads, 16, dtype=dtype) for heads in (4, 4, num_kv_heads, num_kv_heads)]
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-def test_cpu_flash_equals_the_definition(num_kv_heads: int, is_causal: bool) -> None:
-    dout, q, k, v = inputs(num_kv_heads, torch.float64)
-    mask = AttentionMask(0.25, is_causal)
+MASKS = {
+    "causal": AttentionMask(0.25),
+    "full": AttentionMask(0.25, is_causal=False),
+    "window 8": AttentionMask(0.25, window_left=7),
+    "itself alone": AttentionMask(0.25, window_left=0),
+}
+
+
+def both_kernels(
+    tensors: list[torch.Tensor], samples: SampleBounds, mask: AttentionMask
+) -> list[tuple[torch.Tensor, ...]]:
+    """Output, LSE and gradients of the CPU kernel and of the definition."""
+    dout, q, k, v = tensors
     results = []
     for kernel in (CpuFlashKernel(), ReferenceKernel()):
-        out, lse = kernel.forward(q, k, v, BOUNDS, mask)
-        results.append((out, lse, *kernel.backward(dout, q, k, v, out, lse, BOUNDS, mask)))
+        out, lse = kernel.forward(q, k, v, samples, mask)
+        results.append((out, lse, *kernel.backward(dout, q, k, v, out, lse, samples, mask)))
+    return results
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_cpu_flash_equals_the_definition(num_kv_heads: int, mask: AttentionMask) -> None:
+    results = both_kernels(inputs(num_kv_heads, torch.float64), BOUNDS, mask)
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_queries_that_are_the_tail_of_their_keys(mask: AttentionMask) -> None:
+    """Rows of a longer call: the tail's output is that of the whole sample's last rows."""
+    dout, q, k, v = inputs(2, torch.float64)
+    tails = [slice(0, 1), slice(5, 8), slice(20, 73)]
+    rows = torch.cat([torch.arange(73)[rows] for rows in tails])
+    samples = SampleBounds(np.array([0, 1, 4, 57]), np.array([0, 1, 8, 73]))
+    whole, _ = ReferenceKernel().forward(q, k, v, BOUNDS, mask)
+    results = both_kernels([dout[rows], q[rows], k, v], samples, mask)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    torch.testing.assert_close(results[0][0], whole[rows], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("value_dim", [8, 24])
+def test_values_may_have_another_head_dim(value_dim: int) -> None:
+    _, q, k, _ = inputs(2, torch.float64)
+    dout, v = torch.randn(73, 4, value_dim).double(), torch.randn(73, 2, value_dim).double()
+    results = both_kernels([dout, q, k, v], BOUNDS, MASKS["causal"])
+    assert results[0][0].shape == dout.shape
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_sinks_have_the_derivative_of_one_more_score(mask: AttentionMask) -> None:
+    dout, q, k, v = inputs(4, torch.float64)
+    sink = torch.randn(4).double()
+    kernel = CpuFlashKernel()
+    out, lse = add_sink(*kernel.forward(q, k, v, BOUNDS, mask), sink)
+    grads = [*kernel.backward(dout, q, k, v, out, lse, BOUNDS, mask)]
+    grads.append(sink_gradient(dout, out, lse, sink))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+    outs = []
+    for rows in BOUNDS.slices:
+        a, b, c = (x[rows].transpose(0, 1) for x in leaves[:3])
+        scores = a @ b.transpose(1, 2) * 0.25
+        hidden = hidden_keys(a.shape[1], a.shape[1], mask, CPU)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        one_more = leaves[3][:, None, None].expand(-1, a.shape[1], 1)
+        probs = torch.softmax(torch.cat([scores, one_more], dim=2), dim=2)[..., :-1]
+        outs.append((probs @ c).transpose(0, 1))
+    torch.cat(outs).backward(dout)
+    torch.testing.assert_close(torch.cat(outs), out, rtol=0, atol=1e-12)
+    for grad, leaf in zip(grads, leaves, strict=True):
+        torch.testing.assert_close(grad, leaf.grad, rtol=0, atol=1e-12)
+
+
+def test_a_window_needs_a_causal_mask() -> None:
+    with pytest.raises(ValueError, match="needs a causal mask and at least 0 tokens, got 4"):
+        AttentionMask(1.0, is_causal=False, window_left=4)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

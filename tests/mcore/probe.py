@@ -43,6 +43,7 @@ def main(argv: list[str]) -> None:
     watch.watch_tokens()
     watch.watch_groups()
     watch.watch_rotary()
+    watch.watch_reads()
     if options.probe_layer_inputs:
         watch.watch_layer_inputs()
     if options.probe_one_expert:

@@ -7,8 +7,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_nsp.layout import rank_layout
-from megatron_nsp.mcore.data import read_tokens
 from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.readers import read_tokens
 from megatron_nsp.plan import Plan
 from megatron_nsp.tree import SPTree
 

@@ -20,6 +20,7 @@ LAYER_INPUTS: list[tuple[int, list[tuple[int, int]], torch.Tensor]] = []
 LOG = CollectiveLog()
 ROTARY_GROUPS: list[Any] = []
 PADDING: list[int | None] = []
+READS: list[tuple[int, int, int]] = []
 
 
 def watch_optimizer() -> None:
@@ -42,11 +43,13 @@ def watch_optimizer() -> None:
                     "groups": groups_of_modules(models),
                     "rotary": list(ROTARY_GROUPS),
                     "padding": list(PADDING),
+                    "reads": list(READS),
                 }
             )
             TOKENS.clear()
             LAYER_INPUTS.clear()
             PADDING.clear()
+            READS.clear()
             LOG.clear()
             return step(*a, **k)
 
@@ -113,16 +116,29 @@ def route_to_one_expert() -> None:
 
 def mask_targets(before: int) -> None:
     """Takes away the targets of each document's first tokens."""
-    from megatron_nsp.mcore import data
+    from megatron_nsp.mcore import readers
 
-    read_tokens = data.read_tokens
+    read_tokens = readers.read_tokens
 
     def masked(layout: Any, *args: Any) -> Any:
         tokens, labels, loss_mask = read_tokens(layout, *args)
         loss_mask[layout.positions < before] = 0.0
         return tokens, labels, loss_mask
 
-    data.read_tokens = masked
+    readers.read_tokens = masked
+
+
+def watch_reads() -> None:
+    """Saves which tokens a rank reads: document, start and stop of each call."""
+    from megatron_nsp.mcore.documents import Documents
+
+    read = Documents.read
+
+    def watched(self: Documents, document: int, start: int, stop: int) -> Any:
+        READS.append((document, start, stop))
+        return read(self, document, start, stop)
+
+    Documents.read = watched
 
 
 def watch_loss() -> None:
@@ -212,16 +228,16 @@ def watch_groups() -> None:
 
 def fail_on_purpose(rank: int, step: int) -> None:
     """Makes the prologue of one rank raise in one step."""
-    from megatron_nsp.backends.ulysses import UlyssesForward
+    from megatron_nsp.backends.node import NodeForward
 
-    prologue = UlyssesForward.prologue
+    prologue = NodeForward.prologue
 
-    def failing(self: UlyssesForward) -> Any:
+    def failing(self: NodeForward, number: int) -> Any:
         if rank == torch.distributed.get_rank() and len(STEPS) == step - 1:
             raise MemoryError("made up for the test")
-        return prologue(self)
+        return prologue(self, number)
 
-    UlyssesForward.prologue = failing
+    NodeForward.prologue = failing
 
 
 def plan_otherwise(rank: int, step: int) -> None:

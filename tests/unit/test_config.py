@@ -18,6 +18,7 @@ FLAGS = {
     "--nsp-profile",
     "--nsp-policy",
     "--nsp-plan-ahead",
+    "--nsp-input-layout",
     "--nsp-overlap",
     "--nsp-kernel",
     "--nsp-record-plans",

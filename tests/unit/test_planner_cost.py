@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from megatron_nsp.config import NSPConfig, build_tree, is_admissible
-from megatron_nsp.layout import slice_bounds
 from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch
 from megatron_nsp.planner.cost import SENT_BYTES, ulysses_sent_bytes
 from megatron_nsp.planner.profile import AttentionRate, ExchangeRate
 from megatron_nsp.schedule import Pass, Phase
+from megatron_nsp.split import slice_bounds
 from megatron_nsp.testing.random_plans import random_lengths, random_plan
 from megatron_nsp.tree import SPTree
 from tests.unit.planner_cases import LARGE, SMALL, cluster, workstation

@@ -8,7 +8,13 @@ import pytest
 
 from megatron_nsp.plan import Plan
 from megatron_nsp.schedule import Pass, Phase, Queue, Step, build_schedule, collectives
-from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree
+from megatron_nsp.split import Split
+from megatron_nsp.testing.random_plans import (
+    random_lengths,
+    random_plan,
+    random_splits,
+    random_tree,
+)
 from megatron_nsp.tree import SPTree
 
 
@@ -21,21 +27,28 @@ def plans(count: int) -> list[Plan]:
 def rank_collectives(plan: Plan, overlap: bool) -> list[list[Step]]:
     """The collectives of each rank over forward and backward of one layer."""
     degree_of = {node: plan.tree.degree(node) for node in plan.tree.nodes()}
+    splits = {node: split for (_, node), split in plan.splits.items()}
     return [
         [
             step
             for pass_ in Pass
             for step in collectives(
-                build_schedule(plan.active_path(rank), pass_, overlap), degree_of
+                build_schedule(plan.active_path(rank), pass_, overlap, splits), degree_of, splits
             )
         ]
         for rank in range(plan.tree.num_ranks)
     ]
 
 
+def split_plans(count: int) -> list[Plan]:
+    """Plans whose nodes are rings, gather keys, or both split heads and tokens."""
+    rng = random.Random(5)
+    return [random_splits(rng, plan, 4, 2) for plan in plans(count)]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_i2_ranks_list_the_collectives_they_share_in_the_same_order(overlap: bool) -> None:
-    for plan in plans(200):
+    for plan in plans(200) + split_plans(200):
         lists = rank_collectives(plan, overlap)
         for one, other in combinations(lists, 2):
             assert [s for s in one if s in other] == [s for s in other if s in one]
@@ -43,7 +56,7 @@ def test_i2_ranks_list_the_collectives_they_share_in_the_same_order(overlap: boo
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_i2_one_total_order_fits_all_ranks_so_nothing_can_wait_in_a_circle(overlap: bool) -> None:
-    for plan in plans(200):
+    for plan in plans(200) + split_plans(200):
         sorter: TopologicalSorter[Step] = TopologicalSorter()
         for steps in rank_collectives(plan, overlap):
             for before, after in pairwise(steps):
@@ -71,7 +84,8 @@ def test_phases_of_a_node_keep_their_order(overlap: bool) -> None:
         for rank in range(plan.tree.num_ranks):
             steps = build_schedule(plan.active_path(rank), Pass.FWD, overlap)
             for node in plan.active_path(rank):
-                assert [s.phase for s in steps if s.node == node] == list(Phase)
+                phases = [s.phase for s in steps if s.node == node]
+                assert phases == [Phase.PROLOGUE, Phase.COMPUTE, Phase.EPILOGUE]
 
 
 def test_streaming_issues_the_next_prologue_before_this_compute() -> None:
@@ -82,3 +96,18 @@ def test_streaming_issues_the_next_prologue_before_this_compute() -> None:
         assert prologue < steps.index(Step(Pass.FWD, this, Phase.COMPUTE))
     queue = [s for s in steps if s.queue is Queue.COMMUNICATION]
     assert queue[0].node == queue[2].node == path[0]
+
+
+def test_a_ring_brings_the_next_keys_under_the_compute_of_these() -> None:
+    path = SPTree(4, (1, 2, 4)).path(0)
+    splits = {path[0]: Split(3)}
+    names = {path[0]: "0", path[1]: "1"}
+    letters = {Phase.PROLOGUE: "P", Phase.COMPUTE: "C", Phase.RETURN: "R", Phase.EPILOGUE: "E"}
+    written = []
+    for pass_ in Pass:
+        steps = build_schedule(path[:2], pass_, overlap=True, splits=splits)
+        written.append(" ".join(f"{letters[s.phase]}{names[s.node]}.{s.round}" for s in steps))
+    assert written == [
+        "P0.0 P0.1 C0.0 P0.2 C0.1 P1.0 C0.2 E0.0 C1.0 E1.0",
+        "P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1.0 C0.2 R0.2 C1.0 E0.0 E1.0",
+    ]

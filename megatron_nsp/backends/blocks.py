@@ -1,0 +1,134 @@
+"""The kernel calls of a node, round by round, with their rows on the device.
+
+Made once for a micro-batch and used by every layer and pass.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_nsp.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.layout import NodeSlice
+from megatron_nsp.plan import IntArray
+from megatron_nsp.ring_rows import BlockRows, gather_blocks, ring_block
+from megatron_nsp.split import Split
+
+
+@dataclass(eq=False)
+class Rows:
+    """Rows of a tensor, as an index that is copied to a device once.
+
+    Attributes:
+        numbers: the rows, none of them twice; None = all rows in order.
+        count: how many they are.
+    """
+
+    numbers: IntArray | None
+    count: int
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, numbers: IntArray, total: int) -> "Rows":
+        """These rows of `total`."""
+        is_all = len(numbers) == total and bool((numbers == np.arange(total)).all())
+        return cls(None if is_all else numbers, len(numbers))
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """These rows of `x`, contiguous; `x` itself if they are all."""
+        return x if self.numbers is None else x.index_select(dim, self._index(x.device))
+
+    def put(self, target: Tensor, values: Tensor, dim: int = 0) -> None:
+        """Writes `values` into these rows of `target`."""
+        if self.numbers is None:
+            target.copy_(values)
+        else:
+            target.index_copy_(dim, self._index(target.device), values)
+
+    def add(self, target: Tensor, values: Tensor) -> None:
+        """Adds `values` to these rows of `target`; each row gets one of them."""
+        if self.numbers is None:
+            target.add_(values)
+        else:
+            target.index_add_(0, self._index(target.device), values.to(target.dtype))
+
+    def _index(self, device: torch.device) -> Tensor:
+        if device not in self._on_device:
+            assert self.numbers is not None
+            self._on_device[device] = torch.from_numpy(self.numbers).to(device)
+        return self._on_device[device]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One kernel call.
+
+    Attributes:
+        q_rows: its queries, in the stream of this rank's ring member.
+        kv_rows: its keys, in what the round holds.
+        samples: bounds of its entries.
+        is_causal: whether the call has a causal mask.
+    """
+
+    q_rows: Rows
+    kv_rows: Rows
+    samples: SampleBounds
+    is_causal: bool
+
+    @classmethod
+    def of(cls, rows: BlockRows, num_queries: int, num_keys: int) -> "Block":
+        """The call that computes `rows` of so many queries and keys."""
+        bounds = [np.concatenate([[0], np.cumsum(x)]) for x in (rows.q_lengths, rows.kv_lengths)]
+        return cls(
+            Rows.of(rows.q_rows, num_queries),
+            Rows.of(rows.kv_rows, num_keys),
+            SampleBounds(bounds[0], bounds[1]),
+            rows.is_causal,
+        )
+
+
+Rounds = tuple[tuple[Block, ...], ...]
+
+
+def split_for(split: Split, mask: AttentionMask) -> Split:
+    """How a node divides attention under a mask: sliding windows need their keys gathered."""
+    if split.ring_degree > 1 and mask.window_left is not None:
+        return Split(split.ring_degree, "gather")
+    return split
+
+
+def node_rounds(part: NodeSlice, mask: AttentionMask) -> Rounds:
+    """The kernel calls of a rank in each round of a node."""
+    split, streams = split_for(part.split, mask), part.member_tokens
+    if split.ring_degree == 1:
+        samples = SampleBounds(part.cu_seqlens)
+        everything = Rows(None, part.stream_tokens)
+        return ((Block(everything, everything, samples, mask.is_causal),),)
+    if split.outer == "gather":
+        blocks = gather_blocks(part, mask.is_causal, mask.window_left)
+        return ((), _calls(blocks, part.stream_tokens, sum(streams)))
+    return tuple(
+        _calls(
+            (ring_block(part, part.member, source, mask.is_causal),),
+            part.stream_tokens,
+            streams[source],
+        )
+        for source in ((part.member - r) % split.ring_degree for r in range(split.ring_degree))
+    )
+
+
+def _calls(blocks: tuple[BlockRows, ...], num_queries: int, num_keys: int) -> tuple[Block, ...]:
+    return tuple(Block.of(rows, num_queries, num_keys) for rows in blocks if len(rows.q_lengths))
+
+
+def returned_rows(part: NodeSlice, is_causal: bool) -> Callable[[int], Rows]:
+    """The rows of this member's keys whose gradients come back in round r of a ring."""
+
+    def of_round(number: int) -> Rows:
+        user = (part.member + number) % part.ring_degree
+        rows = ring_block(part, user, part.member, is_causal).kv_rows
+        return Rows.of(rows, part.stream_tokens)
+
+    return of_round

@@ -1,0 +1,119 @@
+"""How a rank comes by the tokens, labels and loss mask of its buffer.
+
+A reader is called for every micro-batch, on all ranks of the domain in one order and before the
+forward pass, so it may communicate.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_nsp.attention import NestedBatch
+from megatron_nsp.input_layout import static_layout
+from megatron_nsp.layout import RankLayout
+from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.reshard import ReshardMap, to_plan
+from megatron_nsp.step_planner import PlannedStep
+
+
+class TokenRows(NamedTuple):
+    """The rows of a buffer, `[T]` each, on the device of the job.
+
+    Attributes:
+        tokens: int64 token ids; 0 in filler rows.
+        labels: int64 the token after each token in its document; 0 without a target.
+        loss_mask: float32, 1 where there is a target.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+
+
+ReadRows = Callable[[PlannedStep, NestedBatch], TokenRows]
+
+
+def read_tokens(
+    layout: RankLayout, step_documents: np.ndarray, lengths: np.ndarray, documents: Documents
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, labels and loss mask of a rank's buffer, `[T]` each.
+
+    Labels are the documents' own next tokens, so a target may lie beyond the rank's slice; the last
+    token of a document has none.
+
+    Args:
+        layout: what the rank holds.
+        step_documents: `[n]` document of each sample.
+        lengths: `[n]` tokens of each sample.
+        documents: where to read.
+    """
+    rows = layout.buffer_tokens
+    tokens, labels = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    loss_mask = np.zeros(rows, dtype=np.float32)
+    row = 0
+    for sample, start, stop in layout.segments:
+        last = int(lengths[sample])
+        read = documents.read(int(step_documents[sample]), start, min(stop + 1, last))
+        num_targets = min(stop, last - 1) - start
+        tokens[row : row + stop - start] = read[: stop - start]
+        labels[row : row + num_targets] = read[1 : 1 + num_targets]
+        loss_mask[row : row + num_targets] = 1.0
+        row += stop - start
+    return tokens, labels, loss_mask
+
+
+@dataclass(frozen=True)
+class PlanReader:
+    """Reads just what the plan gives the rank.
+
+    Attributes:
+        documents: where to read.
+    """
+
+    documents: Documents
+
+    def __call__(self, step: PlannedStep, nested: NestedBatch) -> TokenRows:
+        """The rows of a micro-batch; communicates nothing."""
+        batch = step.batch
+        columns = read_tokens(nested.layout, batch.documents, batch.lengths, self.documents)
+        return TokenRows(*map(on_device, columns))
+
+
+@dataclass(frozen=True, eq=False)
+class StaticReader:
+    """Reads as a loader that knows one fixed degree and no plan, then reshards.
+
+    Attributes:
+        documents: where to read.
+        degree: ranks of a static group.
+        row_multiple: buffers of the plan are filled to a multiple of this many rows.
+        group: the domain's group.
+    """
+
+    documents: Documents
+    degree: int
+    row_multiple: int
+    group: dist.ProcessGroup
+
+    def __call__(self, step: PlannedStep, nested: NestedBatch) -> TokenRows:
+        """The rows of a micro-batch; one all-to-all for tokens, labels and loss mask together."""
+        batch, rank = step.batch, nested.layout.rank
+        layout = static_layout(step.plan, rank, self.degree, nested.micro_batch)
+        columns = read_tokens(layout, batch.documents, batch.lengths, self.documents)
+        reshard_map = ReshardMap.build(
+            step.plan, nested.micro_batch, rank, self.degree, self.row_multiple
+        )
+        # The loss mask is 0 or 1, so it travels as a third column of integers.
+        x_static = on_device(np.stack(columns, axis=1).astype(np.int64))
+        tokens, labels, loss_mask = to_plan(x_static, reshard_map, self.group).T.contiguous()
+        return TokenRows(tokens, labels, loss_mask.float())
+
+
+def on_device(values: np.ndarray) -> Tensor:
+    """The values on the device of the job."""
+    return torch.from_numpy(values).to("cuda", non_blocking=True)

@@ -1,0 +1,76 @@
+"""What each exchange of a node sends, exactly: the closed form that sent bytes are held to.
+
+Elements that one rank sends to others, of T own tokens, S tokens in its member's stream, u ranks a
+member, R members; h = H/u query heads and n = max(K/u, 1) key/value heads a rank, of D and V
+elements:
+
+    forward    prologue 0     T (u-1) (h D + n (D + V))           q, k, v to heads
+               prologue r     S of the member r-1 places before, n (D + V)     ring
+               prologue 1     (R-1) S n (D + V)                   gather
+               epilogue       (S - T) h V                         the output to tokens
+    backward   prologue 0     T (u-1) h V, and of saved samples T (u-1) (h D + n (D + V) + h V)
+               prologue r, 1  as forward
+               return r       rows of the keys computed with, n (D + V)        ring
+               return 1       (S of all other members) n (D + V)  gather
+               epilogue       (S - T) (h D + n (D + V))           dq, dk, dv to tokens
+"""
+
+from typing import NamedTuple
+
+from megatron_nsp.layout import NodeSlice
+from megatron_nsp.ring_rows import ring_block
+from megatron_nsp.schedule import Pass, Phase, Step
+from megatron_nsp.split import Split
+
+
+class HeadShape(NamedTuple):
+    """Heads of one attention layer on one tensor-parallel rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def sent_elements(
+    step: Step,
+    part: NodeSlice,
+    heads: HeadShape,
+    split: Split,
+    is_causal: bool = True,
+    num_saved: int = 0,
+) -> int:
+    """Elements that a rank sends to others in one step of one layer; 0 for compute.
+
+    Args:
+        step: the step.
+        part: the rank's slice of the node, of the samples that the pass runs.
+        heads: the layer's heads.
+        split: how the node divides attention under the layer's mask.
+        is_causal: whether the mask is causal.
+        num_saved: samples at the head of the stream whose output was kept; counts in backward.
+    """
+    own_q = heads.num_heads // part.ulysses_degree
+    own_kv = max(heads.num_kv_heads // part.ulysses_degree, 1)
+    kv_width = own_kv * (heads.head_dim + heads.value_dim)
+    qkv_width = own_q * heads.head_dim + kv_width
+    out_width = own_q * heads.value_dim
+    others_inside = part.ulysses_degree - 1
+    if step.phase is Phase.COMPUTE:
+        return 0
+    if step.phase is Phase.EPILOGUE:
+        width = out_width if step.pass_ is Pass.FWD else qkv_width
+        return (part.stream_tokens - part.num_tokens) * width
+    if step.round == 0:
+        width = qkv_width if step.pass_ is Pass.FWD else out_width
+        first = part.num_tokens - part.without_first(num_saved).num_tokens
+        return others_inside * (part.num_tokens * width + first * (qkv_width + out_width))
+    streams = part.member_tokens
+    if split.outer == "gather":
+        if step.phase is Phase.PROLOGUE:
+            return (part.ring_degree - 1) * part.stream_tokens * kv_width
+        return (sum(streams) - part.stream_tokens) * kv_width
+    if step.phase is Phase.PROLOGUE:
+        return streams[(part.member - step.round + 1) % part.ring_degree] * kv_width
+    source = (part.member - step.round) % part.ring_degree
+    return len(ring_block(part, part.member, source, is_causal).kv_rows) * kv_width
