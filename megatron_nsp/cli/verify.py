@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import replace
 
-from megatron_nsp.config import BACKENDS, is_admissible
+from megatron_nsp.config import BACKENDS, check_ranges, is_admissible
 from megatron_nsp.plan import Plan
 from megatron_nsp.split import ULYSSES, Split
 from megatron_nsp.tree import SPTree
@@ -70,14 +70,6 @@ FAILED = 3
 """Exit status when a rank fails or does not answer, so that nothing was compared."""
 
 
-def _check_ranges(args: argparse.Namespace) -> None:
-    for name, (least, most) in _RANGES.items():
-        value = getattr(args, name)
-        if value is not None and not least <= value <= most:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be {least} to {most}, got {value}")
-
-
 def _integers(text: str, flag: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -110,7 +102,7 @@ def forced_plan(args: argparse.Namespace) -> Plan:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    _check_ranges(args)
+    check_ranges(args, _RANGES)
     if args.heads % args.kv_heads:
         raise ValueError(f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}")
     if args.ring_degree is not None and args.backend not in ("usp", "gather"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_nsp.config import NSPConfig, flag, is_admissible
+from megatron_nsp.config import NSPConfig, check_ranges, flag, is_admissible
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import validate
@@ -96,7 +96,7 @@ class Job:
             ValueError: a flag cannot be used; one line that names it.
         """
         config.validate()
-        validate.check_ranges(args)
+        check_ranges(args, validate.RANGES)
         profile = load_profile(config.profile or ("cpu-gloo" if config.cpu else "h100-ib"))
         tree = validate.job_tree(args, config, profile)
         validate.check_input_layout(config, tree.num_ranks)

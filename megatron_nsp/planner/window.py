@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_nsp.plan import CARRIED, IntArray, Plan
-from megatron_nsp.planner.bounds import lower_bound_us
+from megatron_nsp.planner.bounds import lower_bound_us, work_bound_us
 from megatron_nsp.planner.choice import with_cheapest_splits
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.passes import Assignment, Batch
-from megatron_nsp.planner.policies import BatchPolicy, is_hopeless, policies_of, portfolio_of
+from megatron_nsp.planner.policies import BatchPolicy, Rival, policies_of, portfolio_of
 from megatron_nsp.planner.score import PlanScore, SampleTimes
 from megatron_nsp.split import ULYSSES
 from megatron_nsp.tree import SPTree
@@ -100,7 +100,8 @@ def plan_batch(
         token_balance: a budget of this many times a rank's mean tokens, if that is less.
         num_micro_batches: passes of the step; None = as many as needed.
         policy: 'auto' (best of search and portfolio), or a policy by name, 'search' among them.
-        compares_all: work out all of the portfolio, also what a lower bound rules out.
+        compares_all: work out all of the portfolio, also what a lower bound rules out, and the
+            tightest lower bound.
         more_policies: further policies by name; not in the portfolio.
 
     Raises:
@@ -116,9 +117,10 @@ def plan_batch(
     outcome = _plan_within_budget(how, cost.search_times(tokens[order]), more_policies)
     best, plan = outcome.best, outcome.best.plan
     bound_us = outcome.bound_us
-    if not cost.is_ulysses:
-        kept = plan.lengths[plan.micro_batch != CARRIED]
-        bound_us = lower_bound_us(cost.bound_times(kept), token_budget)
+    if compares_all or not cost.is_ulysses:
+        kept = tokens[order][plan.micro_batch[order] != CARRIED]
+        bound = lower_bound_us if compares_all else work_bound_us
+        bound_us = bound(cost.bound_times(kept), token_budget)
     report = PlanReport(
         policy=best.policy,
         load_us=best.score.load_us,
@@ -301,7 +303,7 @@ def _rivals(
     batch: Batch,
     kept: IntArray,
     max_passes: int,
-    others: Mapping[str, BatchPolicy],
+    others: Mapping[str, Rival],
     to_beat_us: float,
 ) -> dict[str, Assignment]:
     """What those of the other policies that place all of the kept samples make of them, by name.
@@ -310,7 +312,7 @@ def _rivals(
     """
     kept_batch, rivals = batch.take(kept), {}
     for name, policy in others.items():
-        if is_hopeless(name, kept_batch, to_beat_us):
+        if policy.bound_us(kept_batch) >= to_beat_us:
             continue
         try:
             assignment = policy(kept_batch, max_passes)
