@@ -142,6 +142,10 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
         ),
         ("--lengths 3 --ranks 2 --model gpt", "no model gpt, only qwen3-30b-a3b, "),
         ("--lengths 3 --ranks 2 --tp 2", "--tp 2 needs --model"),
+        (
+            "--lengths 3 --ranks 2 --backend ring --profile flexsp-gpt-7b-a100",
+            "--backend must be auto or ulysses with --profile flexsp-gpt-7b-a100",
+        ),
         ("--lengths 3 --ranks 2 --model qwen3-8b --heads 4", "--heads must not be given too"),
         ("--lengths 3 --ranks 2 --model qwen3-8b --tp 3", "tensor parallelism 3 cannot split"),
         ("--lengths 3 --ranks 6 --model qwen3-30b-a3b --ep 4", "--ep 4 does not divide --ranks 6"),
@@ -192,3 +196,14 @@ def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert len(done.stdout) == 20 and done.stderr == ""
+
+
+def test_the_table_names_backends_where_they_are_not_all_ulysses(capsys) -> None:
+    words = "--lengths 400000,9 --ranks 16 --heads 5 --kv-heads 5 --profile h200-ib"
+    text = run_plan(capsys, words)
+    (row,) = [line for line in text.splitlines() if line.split()[:2] == ["16:0", "16"]]
+    assert "backend" in text and row.split()[-2:] == ["ring", "16x1"]
+    assert "backend" not in run_plan(capsys, f"{words} --backend ulysses")
+    data = json.loads(run_plan(capsys, f"{words} --backend gather --json"))
+    assert data["profile"]["backend"] == "gather"
+    assert {"ring_degree": 16, "outer": "gather"}.items() <= data["plan"]["nodes"][0].items()

@@ -421,3 +421,14 @@ def test_without_batch_tokens_a_table_gives_32k_a_rank_and_a_short_list_one_batc
     assert data["batches"][0] != data["batches"][1]
     data = run_json(f"{words} 900,50,70", capsys)
     assert data["batches"] == [{"samples": 3, "tokens": 1020}] * 2
+
+
+def test_backends_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate --ranks 8 --batches 1 --policies search --json --heads 5 --kv-heads 5"
+    words += " --lengths 300000,9 --profile h200-ib --backend"
+    steps = {
+        backend: run_json(f"{words} {backend}", capsys)["policies"]["search"]["step_us"][0]
+        for backend in ("ulysses", "ring", "usp", "gather", "auto")
+    }
+    assert steps["auto"] <= min(steps.values()) * 1.001  # a prediction, made before simulating
+    assert 4 * steps["ring"] < steps["ulysses"] and steps["usp"] == steps["ring"]
