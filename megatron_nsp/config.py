@@ -38,6 +38,10 @@ class NSPConfig:
     """Most tokens one rank may hold in one micro-batch (not multiplied by the degree): the guard of
     activation memory; without it no limit."""
 
+    save_budget_gb: float = 0.0
+    """Most gigabytes (1e9 bytes) of attention outputs that a rank keeps, for each micro-batch in
+    flight, instead of computing them again where layers are recomputed; 0 keeps none, inf all."""
+
     profile: str | None = None
     """Cost profile of the planner: the name of a built-in one or the path of a JSON file; without
     it cpu-gloo with --nsp-cpu and h100-ib otherwise, both estimates."""
@@ -83,6 +87,10 @@ class NSPConfig:
             if value is not None and not 1 <= value <= MOST_TOKENS:
                 limit = "at least 1" if value < 1 else f"at most {MOST_TOKENS}"
                 raise ValueError(f"{flag(name)} must be {limit}, got {value}")
+        if not self.save_budget_gb >= 0:
+            raise ValueError(
+                f"{flag('save_budget_gb')} must be at least 0, got {self.save_budget_gb}"
+            )
         if self.plan_ahead < 0:
             raise ValueError(f"{flag('plan_ahead')} must be at least 0, got {self.plan_ahead}")
         if self.over_long not in OVER_LONG_POLICIES:

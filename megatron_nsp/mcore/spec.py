@@ -7,7 +7,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_nsp.attention import nested_attention
+from megatron_nsp.attention import Layer, nested_attention
 from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore.params import NestedSeqParams
 
@@ -40,6 +40,9 @@ class NestedCoreAttention(MegatronModule):
             )
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
         self.softmax_scale = config.kv_channels**-0.5 if scale is None else float(scale)
+        self.layer_number = layer_number
+        # Attention alone is recomputed: the output projection keeps the output of the first pass.
+        self.output_stays = config.recompute_granularity == "selective"
 
     def forward(
         self,
@@ -75,6 +78,7 @@ class NestedCoreAttention(MegatronModule):
             packed_seq_params.nested,
             AttentionMask(self.softmax_scale),
             packed_seq_params.runtime,
+            layer=Layer(self.layer_number, self.training, self.output_stays),
         )
         return out_THD.flatten(1).unsqueeze(1)
 

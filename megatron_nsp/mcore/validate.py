@@ -9,6 +9,7 @@ import argparse
 from megatron_nsp.config import NSPConfig, build_tree, flag
 from megatron_nsp.input_layout import static_groups
 from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.model import recomputed_layers
 from megatron_nsp.tree import SPTree
 
 
@@ -311,3 +312,17 @@ def check_input_layout(config: NSPConfig, num_ranks: int) -> None:
         static_groups(num_ranks, config.static_degree)
     except ValueError as error:
         raise ValueError(f"{flag('input_layout')} {config.input_layout}: {error}") from error
+
+
+def check_saving(args: argparse.Namespace, config: NSPConfig) -> None:
+    """Checks that there is something to save from being recomputed.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    if config.save_budget_gb and not recomputed_layers(args):
+        raise ValueError(
+            f"{flag('save_budget_gb')} {config.save_budget_gb:g} would do nothing: attention is "
+            "not recomputed; it needs --recompute-granularity full, or selective with core_attn "
+            "among --recompute-modules"
+        )
