@@ -8,7 +8,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import default_layer_spec
 
 from megatron_nsp.mcore.rope import use_positions
-from megatron_nsp.mcore.spec import nested_spec
+from megatron_nsp.mcore.spec import nested_spec, output_stays
 from megatron_nsp.planner.cost import ModelShape
 from megatron_nsp.planner.models import Model
 from megatron_nsp.planner.saving import kept_output
@@ -90,7 +90,7 @@ def kept_by(args: argparse.Namespace, shape: ModelShape) -> KeptOutput:
         shape: the model.
     """
     output = replace(kept_output(shape), num_layers=recomputed_layers(args))
-    return replace(output, row_bytes=0) if args.recompute_granularity == "selective" else output
+    return replace(output, row_bytes=0) if output_stays(args) else output
 
 
 def model_shape(args: argparse.Namespace, bytes_per_element: int) -> ModelShape:

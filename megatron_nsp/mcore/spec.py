@@ -12,6 +12,19 @@ from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore.params import NestedSeqParams
 
 
+def output_stays(config: Any) -> bool:
+    """Whether the output projection holds on to attention's output until it is recomputed.
+
+    It does where attention alone is recomputed, unless Megatron moves the projection's input to the
+    host and frees it on the device.
+
+    Args:
+        config: Megatron's transformer configuration, or its arguments, which have the same names.
+    """
+    offloaded = config.offload_modules if config.fine_grained_activation_offloading else ()
+    return config.recompute_granularity == "selective" and "attn_proj" not in offloaded
+
+
 class NestedCoreAttention(MegatronModule):
     """Core attention that runs the plan of the micro-batch; it has no parameters and no state.
 
@@ -41,8 +54,7 @@ class NestedCoreAttention(MegatronModule):
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
         self.softmax_scale = config.kv_channels**-0.5 if scale is None else float(scale)
         self.layer_number = layer_number
-        # Attention alone is recomputed: the output projection keeps the output of the first pass.
-        self.output_stays = config.recompute_granularity == "selective"
+        self.output_stays = output_stays(config)
 
     def forward(
         self,

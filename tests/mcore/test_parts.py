@@ -39,7 +39,12 @@ def test_a_step_without_targets_reports_zero() -> None:
     ("of_config", "of_layer", "expected"), [(None, None, 0.25), (0.5, None, 0.5), (0.5, 0.1, 0.1)]
 )
 def test_softmax_scale(of_config: float | None, of_layer: float | None, expected: float) -> None:
-    config = SimpleNamespace(softmax_scale=of_config, kv_channels=16, recompute_granularity=None)
+    config = SimpleNamespace(
+        softmax_scale=of_config,
+        kv_channels=16,
+        recompute_granularity=None,
+        fine_grained_activation_offloading=False,
+    )
     attention = NestedCoreAttention(
         config, 1, AttnMaskType.causal, "self", softmax_scale=of_layer, cp_comm_type="p2p"
     )

@@ -231,6 +231,29 @@ def test_stages_of_a_pipeline_keep_for_every_micro_batch_in_flight(tmp_path: Pat
                 assert rank[number]["live_bytes"] == expected
 
 
+FSDP = (  # noqa: SIM905 - reads as the command line it is
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+    "--ckpt-format fsdp_dtensor --use-distributed-optimizer"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "split"), [(4, FSDP), (8, ["--tensor-model-parallel-size", "2"])]
+)
+def test_sharded_parameters_and_heads(tmp_path: Path, num_ranks: int, split: list[str]) -> None:
+    plans = write_plans(tmp_path, SPTree(4, (1, 2, 4)), 2, 1)
+    common = [*flags(tmp_path, 2, 1), *split]
+    plain = train(num_ranks, tmp_path / "plain", *common)
+    kept = train(num_ranks, tmp_path / "kept", *common, *FULL, "--nsp-save-budget-gb", "inf")
+    assert plain.losses == kept.losses
+    heads = 8 * 4 // num_ranks
+    own = KeptOutput(heads, heads * 8 * 4, LSE_BYTES, NUM_LAYERS)
+    for number, plan in enumerate(plans):
+        expected = kept_bytes(plan, mark_saved(plan, own, float("inf")), own).tolist()
+        found = [sum(rank[number]["kept"][0][2:]) for rank in kept.steps]
+        assert found == [each for each in expected for _ in range(num_ranks // 4)]
+
+
 def test_evaluation_in_between_keeps_nothing(tmp_path: Path) -> None:
     plans = write_plans(tmp_path, SPTree(4, (1, 2, 4)), 3, 1)
     write_documents(tmp_path / "valid", [60, 31, 20, 9], seed=4)
