@@ -64,7 +64,7 @@ def static_layout(plan: Plan, rank: int, degree: int, micro_batch: int = 0) -> R
     """
     groups = static_groups(plan.tree.num_ranks, degree)
     index, rank_in_group = divmod(rank, degree)
-    samples = np.flatnonzero(plan.micro_batch == micro_batch)[index :: groups.num_nodes(0)]
+    samples = _in_order(plan, micro_batch)[index :: groups.num_nodes(0)]
     if not len(samples):
         return RankLayout(rank, (), 0)
     lengths = plan.lengths[samples]
@@ -78,6 +78,11 @@ def static_layout(plan: Plan, rank: int, degree: int, micro_batch: int = 0) -> R
         buffer_start=0,
     )
     return RankLayout(rank, (part,), 0)
+
+
+def _in_order(plan: Plan, micro_batch: int) -> IntArray:
+    """The samples of a micro-batch in the order of the batch."""
+    return np.flatnonzero(plan.micro_batch == micro_batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +102,15 @@ class ExchangedRows:
 
     @classmethod
     def of(
-        cls, own: RankLayout, others: Sequence[RankLayout], lengths: IntArray
+        cls, own: RankLayout, others: Sequence[RankLayout], lengths: IntArray, num_ranks: int
     ) -> "ExchangedRows":
-        """The rows of `own`, matched with what every rank holds in the other layout.
+        """The rows of `own`, matched with what ranks hold in the other layout.
 
         Args:
             own: the rank in one layout.
-            others: every rank of the domain in the other layout.
+            others: the ranks that hold samples of `own` in the other layout; more do no harm.
             lengths: `[n]` tokens of every sample of the batch.
+            num_ranks: ranks of the domain (P).
         """
         offsets = np.cumsum(lengths) - lengths
         runs = sorted(
@@ -117,7 +123,7 @@ class ExchangedRows:
         other_ranks = holders[np.searchsorted(run_starts, numbers, side="right") - 1]
         return cls(
             rows=np.lexsort((numbers, other_ranks)),
-            counts=tuple(np.bincount(other_ranks, minlength=len(others)).tolist()),
+            counts=tuple(np.bincount(other_ranks, minlength=num_ranks).tolist()),
             buffer_tokens=own.buffer_tokens,
         )
 
@@ -152,22 +158,47 @@ class ReshardMap:
         Raises:
             ValueError: the static degree does not divide the ranks.
         """
-        ranks = range(plan.tree.num_ranks)
-        static = [static_layout(plan, r, static_degree, micro_batch) for r in ranks]
-        planned = [rank_layout(plan, r, micro_batch, row_multiple) for r in ranks]
-        return cls.between(static, planned, rank, plan.lengths)
+        static = static_layout(plan, rank, static_degree, micro_batch)
+        planned = rank_layout(plan, rank, micro_batch, row_multiple)
+        num_ranks, in_order = plan.tree.num_ranks, _in_order(plan, micro_batch)
+        place = np.searchsorted(in_order, np.array(_samples_of(planned), dtype=np.int64))
+        groups = set((place % (num_ranks // static_degree)).tolist())
+        nodes = {plan.node_of(sample) for sample in _samples_of(static)}
+        senders = {g * static_degree + r for g in groups for r in range(static_degree)}
+        holders = {r for node in nodes for r in plan.tree.ranks(node)}
+        return cls.between(
+            static,
+            planned,
+            [static_layout(plan, r, static_degree, micro_batch) for r in sorted(senders)],
+            [rank_layout(plan, r, micro_batch, row_multiple) for r in sorted(holders)],
+            plan,
+        )
 
     @classmethod
     def between(
         cls,
-        static: Sequence[RankLayout],
-        planned: Sequence[RankLayout],
-        rank: int,
-        lengths: IntArray,
+        static: RankLayout,
+        planned: RankLayout,
+        senders: Sequence[RankLayout],
+        holders: Sequence[RankLayout],
+        plan: Plan,
     ) -> "ReshardMap":
-        """The map of one rank between two layouts of the same tokens, each given for every rank."""
+        """The map of one rank between two layouts of the same tokens.
+
+        Args:
+            static: the rank in the static layout.
+            planned: the rank in the plan layout.
+            senders: the ranks that hold samples of `planned` in the static layout.
+            holders: the ranks that hold samples of `static` in the plan layout.
+            plan: the plan.
+        """
+        lengths, num_ranks = plan.lengths, plan.tree.num_ranks
         return cls(
-            rank=rank,
-            static=ExchangedRows.of(static[rank], planned, lengths),
-            plan=ExchangedRows.of(planned[rank], static, lengths),
+            rank=static.rank,
+            static=ExchangedRows.of(static, holders, lengths, num_ranks),
+            plan=ExchangedRows.of(planned, senders, lengths, num_ranks),
         )
+
+
+def _samples_of(layout: RankLayout) -> list[int]:
+    return sorted({segment.sample for segment in layout.segments})

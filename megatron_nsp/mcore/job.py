@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_nsp.config import NSPConfig, flag
+from megatron_nsp.config import NSPConfig, check_ranges, flag
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import validate
@@ -101,13 +101,12 @@ class Job:
             ValueError: a flag cannot be used; one line that names it.
         """
         config.validate()
-        validate.check_ranges(args)
+        check_ranges(args, validate.RANGES)
         tree = validate.job_tree(args, config)
         validate.check_input_layout(config, tree.num_ranks)
         num_micro_batches = validate.check_loop(args, tree.num_ranks)
         validate.check_attention(args)
         validate.check_moe(args)
-        validate.check_saving(args, config)
         if args.seq_length is None and config.max_length is None:
             raise ValueError("--seq-length is required: the longest sample to train on, in tokens")
         max_length = config.max_length or args.seq_length
@@ -126,7 +125,8 @@ class Job:
         if args.eval_iters:
             valid_documents = open_documents("--valid-data-path", args.valid_data_path)
         check_policy(config, tree, num_micro_batches)
-        choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        kernel = choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        validate.check_saving(args, config, kernel)
         is_recorder = os.environ.get("RANK", "0") == "0"
         return cls(
             args=args,

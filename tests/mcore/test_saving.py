@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_nsp.config import NSPConfig
 from megatron_nsp.mcore.model import kept_by, recomputed, recomputed_layers
+from megatron_nsp.mcore.validate import check_saving
 from megatron_nsp.planner.cost import CostModel, ModelShape
 from megatron_nsp.planner.profile import load_profile
 from megatron_nsp.planner.saving import aware_of_saving
@@ -88,6 +90,15 @@ def test_the_output_costs_nothing_where_attention_alone_is_recomputed() -> None:
     moved = {"fine_grained_activation_offloading": True, "offload_modules": ["attn_proj"]}
     offloaded = arguments(recompute_granularity="selective", **moved)  # it is freed meanwhile
     assert kept_by(offloaded, SHAPE).bytes_per_token == kept_by(full, SHAPE).bytes_per_token
+
+
+def test_a_kernel_that_gives_no_lse_can_save_nothing() -> None:
+    args = arguments(recompute_granularity="selective")
+    blind = SimpleNamespace(name="blind", returns_lse=False)
+    check_saving(args, NSPConfig(), blind)
+    message = "^--nsp-kernel blind gives no LSE, which --nsp-save-budget-gb 2 needs$"
+    with pytest.raises(ValueError, match=message):
+        check_saving(args, NSPConfig(save_budget_gb=2.0), blind)
 
 
 def test_the_planner_counts_on_as_many_tokens_as_the_budget_has_room_for() -> None:

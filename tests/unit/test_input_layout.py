@@ -152,7 +152,7 @@ def test_maps_follow_the_runs_whatever_their_order() -> None:
             rows = sum(run.stop - run.start for run in held) + 3
             planned.append(Dealt(rank, held, rows))
         maps = [
-            ReshardMap.between(static, planned, rank, plan.lengths)  # type: ignore[arg-type]
+            ReshardMap.between(static[rank], planned[rank], static, planned, plan)  # type: ignore[arg-type]
             for rank in range(NUM_RANKS)
         ]
         assert_every_token_finds_its_row(static, planned, maps)  # type: ignore[arg-type]
