@@ -43,7 +43,7 @@ class NestedBatch:
         layout: what this rank holds.
         overlap: whether the schedule streams the phases of consecutive nodes.
         saved_samples: samples whose attention output is kept where a layer is recomputed.
-        kept: what the layers have kept so far, by layer number.
+        kept: what the layers have kept so far, by layer number; empty when a forward pass begins.
     """
 
     plan: Plan
@@ -113,10 +113,14 @@ class Layer:
     Attributes:
         number: its number on this rank.
         is_training: whether a backward pass will follow; evaluation keeps nothing.
+        output_stays: whether whoever takes the output of the first pass holds on to it until the
+            layer is recomputed, as an output projection outside the checkpoint does. What is kept
+            then refers to it.
     """
 
     number: int
     is_training: bool
+    output_stays: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +135,8 @@ class _Call:
     """Of a recomputation: what the first pass kept."""
     keeps: bool
     """Whether this is a first pass that will be recomputed."""
+    has_backward: bool
+    """Whether backward of this very pass may follow."""
 
     def node(self, part: NodeSlice, sink_H: Tensor | None) -> NodeCall:
         return NodeCall(
@@ -167,8 +173,26 @@ class _Call:
             rows = slice(part.buffer_start, rest.buffer_start)
             lse_hS = passes[part.node].state.lse_hS
             tokens = part.stream_tokens - (rest.stream_tokens if len(rest.samples) else 0)
-            kept[part.node] = SavedOutput(count, out_THV[rows].clone(), lse_hS[:, :tokens].clone())
+            out = out_THV[rows] if self.layer.output_stays else out_THV[rows].clone()
+            kept[part.node] = SavedOutput(count, out, lse_hS[:, :tokens].clone())
         self.batch.kept[self.layer.number] = kept
+
+    def state_tensors(self, part: NodeSlice, state: HeadsState) -> tuple[Tensor | None, ...]:
+        """What to save of a node's forward; None for an output that is in the layer's anyway.
+
+        Where tokens are not exchanged for heads, q, k and v are rows of the layer's: a view would
+        keep all of its buffer alive. Where that is kept anyway, for saved samples, views cost
+        nothing.
+        """
+        q, k, v, out, lse = state.tensors
+        if self.has_backward and not self.saved:
+            q, k, v = (_alone(x) for x in (q, k, v))
+        return q, k, v, (None if part.ulysses_degree == 1 else out), lse
+
+
+def _alone(x: Tensor) -> Tensor:
+    """The tensor in memory of its own: a copy if it is part of something larger."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 class _NestedAttention(torch.autograd.Function):
@@ -195,9 +219,10 @@ class _NestedAttention(torch.autograd.Function):
                 out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
         if call.keeps:
             call.keep(out_THV, passes)
-        states = [passes[part.node].state.tensors for part in parts]
+        states = [call.state_tensors(part, passes[part.node].state) for part in parts]
         inputs = (q_THD, k_TKD, v_TKV) if call.saved else (None, None, None)
-        ctx.save_for_backward(sink_H, *inputs, *(x for state in states for x in state))
+        output = out_THV if any(part.ulysses_degree == 1 for part in parts) else None
+        ctx.save_for_backward(sink_H, *inputs, output, *(x for state in states for x in state))
         ctx.kv_shapes = k_TKD.shape, v_TKV.shape
         ctx.head_dim = q_THD.shape[2]
         ctx.call = call
@@ -207,14 +232,15 @@ class _NestedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         sink_H, *saved = ctx.saved_tensors
-        inputs, states = saved[:3], saved[3:]
+        inputs, output_THV, states = saved[:3], saved[3], saved[4:]
         shapes = (*dout_THV.shape[:2], ctx.head_dim), *ctx.kv_shapes
         grads = [dout_THV.new_zeros(shape) for shape in shapes]
         dsink_H = None if sink_H is None else torch.zeros_like(sink_H, dtype=torch.float64)
-        state_of = {
-            part.node: HeadsState(*states[5 * place : 5 * place + 5])
-            for place, part in enumerate(call.remaining())
-        }
+        state_of = {}
+        for place, part in enumerate(call.remaining()):
+            q, k, v, out, lse = states[5 * place : 5 * place + 5]
+            out = output_THV[part.buffer_slice] if out is None else out
+            state_of[part.node] = HeadsState(q, k, v, out, lse)
         parts, passes = call.batch.layout.slices, {}
         for part in parts:
             rows, saved_output = part.buffer_slice, call.saved.get(part.node)
@@ -276,6 +302,7 @@ def nested_attention(
     is_first = not torch.is_grad_enabled() and layer is not None and layer.is_training
     if layer is not None and not is_first:
         saved = batch.kept.pop(layer.number, {})
-    call = _Call(batch, mask, runtime, layer, saved, is_first and any(batch.num_saved.values()))
+    keeps = is_first and any(batch.num_saved.values())
+    call = _Call(batch, mask, runtime, layer, saved, keeps, torch.is_grad_enabled())
     out_THV: Tensor = _NestedAttention.apply(q_THD, k_TKD, v_TKV, sink_H, call)
     return out_THV

@@ -51,6 +51,10 @@ class NSPConfig:
     """Most tokens one rank may hold in one micro-batch (not multiplied by the degree): the guard of
     activation memory; without it no limit."""
 
+    save_budget_gb: float = 0.0
+    """Most gigabytes (1e9 bytes) of attention outputs that a rank keeps, for each micro-batch in
+    flight, instead of computing them again where layers are recomputed; 0 keeps none, inf all."""
+
     profile: str | None = None
     """Cost profile of the planner: the name of a built-in one or the path of a JSON file; without
     it cpu-gloo with --nsp-cpu and h100-ib otherwise, both estimates."""
@@ -97,6 +101,7 @@ class NSPConfig:
         for name in ("batch_tokens", "max_length", "token_budget", "max_degree"):
             check_range(flag(name), getattr(self, name), 1, MOST_TOKENS)
         check_range(flag("plan_ahead"), self.plan_ahead, 0)
+        check_range(flag("save_budget_gb"), self.save_budget_gb, 0)
         for name, known in (("over_long", OVER_LONG_POLICIES), ("backend", BACKENDS)):
             value = getattr(self, name)
             if value not in known:

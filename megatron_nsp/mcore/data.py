@@ -102,7 +102,7 @@ class NestedDataIterator:
 
     def _load(self, step: PlannedStep, micro_batch: int) -> MicroBatch:
         nested = NestedBatch.build(
-            step.plan, self._rank, micro_batch, self._row_multiple, self._overlap
+            step.plan, self._rank, micro_batch, self._row_multiple, self._overlap, step.saved
         )
         layout, rows = nested.layout, self._read(step, nested)
         is_filler = np.arange(layout.buffer_tokens) >= layout.num_tokens

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,17 +14,25 @@ from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
-from megatron_nsp.mcore.model import model_shape, recomputed
+from megatron_nsp.mcore.model import kept_by, model_shape, recomputed
 from megatron_nsp.mcore.step_log import step_line
 from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.cost import CostModel
+from megatron_nsp.planner.cost import CostModel, ModelShape
 from megatron_nsp.planner.policies import check_can_train
 from megatron_nsp.planner.profile import Profile, load_profile
+from megatron_nsp.planner.saving import aware_of_saving
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.planner.window import plan_batch, policy_names
+from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples, mark_saved
 from megatron_nsp.replay import PlanRecorder, PlanReplay
 from megatron_nsp.sampler import Batch, BatchSampler
-from megatron_nsp.step_planner import PlanBatch, PlannedStep, StepPlanner, plan_carried_first
+from megatron_nsp.step_planner import (
+    MarkSaved,
+    PlanBatch,
+    PlannedStep,
+    StepPlanner,
+    plan_carried_first,
+)
 from megatron_nsp.tree import SPTree
 
 REPLAY_PREFIX = "file:"
@@ -58,6 +67,10 @@ def check_policy(
         check_can_train(config.policy)
     except ValueError as error:
         raise ValueError(f"{flag('policy')}: {error}") from error
+
+
+def _save_nothing(plan: Plan) -> SavedSamples:
+    return NOTHING_SAVED
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +141,8 @@ class Job:
         if args.eval_iters:
             valid_documents = open_documents("--valid-data-path", args.valid_data_path)
         check_policy(config, tree, num_micro_batches, heads)
-        choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        kernel = choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        validate.check_saving(args, config, kernel)
         is_recorder = os.environ.get("RANK", "0") == "0"
         return cls(
             args=args,
@@ -149,36 +163,55 @@ class Job:
         """The planner of the training steps from `first_step` on, and its documents."""
         if first_step and os.environ.get("RANK", "0") == "0":
             print(f"nsp: going over the {first_step} steps before this run again", flush=True)
-        planner = self._planner(self.documents, self._plan_batch(), first_step)
+        planner = self._planner(self.documents, self._plan_batch(), first_step, self._mark_saved)
         return planner, self.documents
 
     def valid_planner(self) -> tuple[StepPlanner, Documents]:
         """The planner of the evaluation steps, and its documents."""
         documents = self.valid_documents
         assert documents is not None, "no --valid-data-path was opened"
-        return self._planner(documents, self._search_plans(), 0), documents
+        return self._planner(documents, self._search_plans(), 0, _save_nothing), documents
 
-    def _planner(self, documents: Documents, plan_batch: PlanBatch, first_step: int) -> StepPlanner:
+    def _planner(
+        self, documents: Documents, plan_batch: PlanBatch, first_step: int, mark: MarkSaved
+    ) -> StepPlanner:
         sampler = BatchSampler(
             documents.lengths, self.config.batch_tokens, self.max_length, self.args.seed
         )
         can_carry = self.config.token_budget is not None or self._is_replay
-        return StepPlanner(sampler, plan_batch, self.config.plan_ahead, can_carry, first_step)
+        return StepPlanner(sampler, plan_batch, self.config.plan_ahead, can_carry, first_step, mark)
 
     @property
     def _is_replay(self) -> bool:
         return self.config.policy.startswith(REPLAY_PREFIX)
 
+    @cached_property
+    def _shape(self) -> ModelShape:
+        return model_shape(self.args, torch.empty(0, dtype=self.args.params_dtype).element_size())
+
     def _cost(self) -> CostModel:
-        bytes_per_element = 2 if self.args.bf16 or self.args.fp16 else 4
-        return CostModel(
+        cost = CostModel(
             self.profile,
-            model_shape(self.args, bytes_per_element),
+            self._shape,
             self.tree,
             self.config.backend,
             recompute=recomputed(self.args),
             overlap=self.config.overlap,
         )
+        if not self._save_bytes:
+            return cost
+        return aware_of_saving(cost, self._save_bytes, kept_by(self.args, self._shape))
+
+    @property
+    def _save_bytes(self) -> float:
+        return self.config.save_budget_gb * 1e9
+
+    @property
+    def _mark_saved(self) -> MarkSaved:
+        if not self._save_bytes:
+            return _save_nothing
+        output = kept_by(self.args, self._shape)
+        return lambda plan: mark_saved(plan, output, self._save_bytes)
 
     def _plan_batch(self) -> PlanBatch:
         if not self._is_replay:

@@ -1,15 +1,18 @@
 """The model: Megatron's own configuration with nested attention and rotary by position."""
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import default_layer_spec
 
 from megatron_nsp.mcore.rope import use_positions
-from megatron_nsp.mcore.spec import nested_spec
+from megatron_nsp.mcore.spec import nested_spec, output_stays
 from megatron_nsp.planner.cost import ModelShape
 from megatron_nsp.planner.models import Model
+from megatron_nsp.planner.saving import kept_output
+from megatron_nsp.recompute import KeptOutput
 
 
 def gpt_config(args: argparse.Namespace) -> Any:
@@ -50,14 +53,44 @@ def recomputed(args: argparse.Namespace) -> str:
 
     Layers in part (`--recompute-num-layers` below their number) count as none.
     """
-    if args.recompute_granularity == "full":
-        layers = args.num_layers // args.pipeline_model_parallel_size
-        is_whole = args.recompute_method == "uniform" or (args.recompute_num_layers or 0) >= layers
-        return "full" if is_whole else "none"
-    modules = args.recompute_modules or ["core_attn"]
-    if args.recompute_granularity == "selective" and "core_attn" in modules:
-        return "attention"
-    return "none"
+    if recomputed_layers(args) < _stage_layers(args):
+        return "none"
+    return "full" if args.recompute_granularity == "full" else "attention"
+
+
+def recomputed_layers(args: argparse.Namespace) -> int:
+    """Layers whose attention a backward pass runs again, on the pipeline stage that has most."""
+    # Megatron's validation turns the first into the second.
+    is_selective = getattr(args, "recompute_activations", False)
+    granularity = "selective" if is_selective else args.recompute_granularity
+    if granularity == "selective":
+        modules = args.recompute_modules or ["core_attn"]
+        return _stage_layers(args) if "core_attn" in modules else 0
+    if granularity == "full" and args.recompute_method == "block":
+        return min(_stage_layers(args), args.recompute_num_layers or 0)
+    return _stage_layers(args) if granularity == "full" else 0
+
+
+def _stage_layers(args: argparse.Namespace) -> int:
+    """Layers of the pipeline stage that has most."""
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    given = [layers for layers in ends if layers is not None]
+    others = args.pipeline_model_parallel_size - len(given)
+    rest = -(-(args.num_layers - sum(given)) // others) if others > 0 else 0
+    return int(max([*given, rest]))
+
+
+def kept_by(args: argparse.Namespace, shape: ModelShape) -> KeptOutput:
+    """What a rank keeps of the attention output of saved tokens.
+
+    Where attention alone is recomputed, the output projection keeps the output anyway.
+
+    Args:
+        args: validated Megatron arguments.
+        shape: the model.
+    """
+    output = replace(kept_output(shape), num_layers=recomputed_layers(args))
+    return replace(output, row_bytes=0) if output_stays(args) else output
 
 
 def model_shape(args: argparse.Namespace, bytes_per_element: int) -> ModelShape:

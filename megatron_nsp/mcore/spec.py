@@ -7,9 +7,22 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_nsp.attention import nested_attention
+from megatron_nsp.attention import Layer, nested_attention
 from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore.params import NestedSeqParams
+
+
+def output_stays(config: Any) -> bool:
+    """Whether the output projection holds on to attention's output until it is recomputed.
+
+    It does where attention alone is recomputed, unless Megatron moves the projection's input to the
+    host and frees it on the device.
+
+    Args:
+        config: Megatron's transformer configuration, or its arguments, which have the same names.
+    """
+    offloaded = config.offload_modules if config.fine_grained_activation_offloading else ()
+    return config.recompute_granularity == "selective" and "attn_proj" not in offloaded
 
 
 class NestedCoreAttention(MegatronModule):
@@ -40,6 +53,8 @@ class NestedCoreAttention(MegatronModule):
             )
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
         self.softmax_scale = config.kv_channels**-0.5 if scale is None else float(scale)
+        self.layer_number = layer_number
+        self.output_stays = output_stays(config)
 
     def forward(
         self,
@@ -75,6 +90,7 @@ class NestedCoreAttention(MegatronModule):
             packed_seq_params.nested,
             AttentionMask(self.softmax_scale),
             packed_seq_params.runtime,
+            layer=Layer(self.layer_number, self.training, self.output_stays),
         )
         return out_THD.flatten(1).unsqueeze(1)
 

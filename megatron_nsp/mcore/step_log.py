@@ -1,6 +1,7 @@
 """The line a run prints for every step, and the record of its plans."""
 
 from megatron_nsp.config import BACKENDS
+from megatron_nsp.recompute import NOTHING_SAVED
 from megatron_nsp.step_planner import PlannedStep
 
 
@@ -21,6 +22,9 @@ def step_line(step: PlannedStep) -> str:
     ]
     if step.plan.splits:
         parts.append(f"nodes: {backend_counts(step)}")
+    if step.saved is not NOTHING_SAVED:
+        tokens = int(step.plan.lengths[step.saved.samples(step.plan)].sum())
+        parts.append(f"saved: {tokens} tokens, at most {step.saved.rank_bytes / 1e6:.3f} MB a rank")
     batch = step.batch
     if len(batch.over_long):
         parts.append(

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from megatron_nsp.config import NSPConfig, Range, build_tree, flag
 from megatron_nsp.input_layout import static_groups
+from megatron_nsp.kernels import AttentionKernel, require_lse
 from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.model import recomputed_layers
 from megatron_nsp.planner.profile import Profile
 from megatron_nsp.tree import SPTree
 
@@ -319,3 +321,20 @@ def check_input_layout(config: NSPConfig, num_ranks: int) -> None:
         static_groups(num_ranks, config.static_degree)
     except ValueError as error:
         raise ValueError(f"{flag('input_layout')} {config.input_layout}: {error}") from error
+
+
+def check_saving(args: argparse.Namespace, config: NSPConfig, kernel: AttentionKernel) -> None:
+    """Checks that there is something to save from being recomputed, and that it can be.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    if not config.save_budget_gb:
+        return
+    require_lse(kernel, f"{flag('save_budget_gb')} {config.save_budget_gb:g}")
+    if not recomputed_layers(args):
+        raise ValueError(
+            f"{flag('save_budget_gb')} {config.save_budget_gb:g} would do nothing: attention is "
+            "not recomputed; it needs --recompute-granularity full, or selective with core_attn "
+            "among --recompute-modules"
+        )

@@ -16,9 +16,9 @@ import numpy as np
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.schedule import Pass
 from megatron_nsp.simulator.attention import Clocks, run_attention
-from megatron_nsp.simulator.marks import SavedSamples
 from megatron_nsp.simulator.network import ActivePaths, active_paths
 
 
@@ -28,13 +28,13 @@ class IterationSettings:
 
     Attributes:
         overlap: stream communication under compute.
-        saved: samples whose attention is not recomputed; None = all are.
+        saved: samples whose attention is not recomputed.
         gather_us: time in which all ranks gather one layer's parameters; 0 = not sharded.
         scatter_us: time in which they scatter its gradients.
     """
 
     overlap: bool = True
-    saved: SavedSamples | None = None
+    saved: SavedSamples = NOTHING_SAVED
     gather_us: float = 0.0
     scatter_us: float = 0.0
 
@@ -105,7 +105,7 @@ class _Run:
         """Forward and backward of one micro-batch."""
         paths = active_paths(self.plan, number, self.cost)
         recomputed, saved = paths, self.settings.saved
-        if saved is not None and self.cost.recompute != "none":
+        if saved.num_saved and self.cost.recompute != "none":
             recomputed = active_paths(saved.recomputed(self.plan), number, self.cost)
         layers = self.cost.shape.num_layers
         for pass_ in Pass:

@@ -30,6 +30,12 @@ BAD = {
     "--nsp-batch-tokens -5": "--nsp-batch-tokens must be 1 to 2147483647, got -5",
     "--nsp-batch-tokens 100000000000000000000": "--nsp-batch-tokens must be 1 to 2147483647, got 1",
     "--nsp-token-budget 3000000000": "--nsp-token-budget must be 1 to 2147483647, got 3",
+    "--nsp-save-budget-gb -1": "--nsp-save-budget-gb must be at least 0, got -1.0",
+    "--nsp-save-budget-gb nan": "--nsp-save-budget-gb must be at least 0, got nan",
+    "--nsp-save-budget-gb 2": "--nsp-save-budget-gb 2 would do nothing: attention is not recompute",
+    "--nsp-save-budget-gb 2 --recompute-granularity selective --recompute-modules mlp": "2 would "
+    "do nothing: attention is not recomputed; it needs --recompute-granularity full, or selective",
+    "--nsp-save-budget-gb inf --recompute-granularity full --recompute-method block": "would do no",
     "--nsp-plan-ahead -1": "--nsp-plan-ahead must be at least 0, got -1",
     "--nsp-over-long drop": "--nsp-over-long must be one of filter, error, got drop",
     "--nsp-max-length 400 --nsp-over-long error": "512 tokens, over --nsp-max-length 400; 1 of",

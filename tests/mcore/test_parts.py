@@ -9,8 +9,13 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_nsp.attention import NestedBatch
+from megatron_nsp.backends.node import SavedOutput
 from megatron_nsp.mcore.loss import per_token_loss
+from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention
+from megatron_nsp.plan import Plan
+from megatron_nsp.tree import Node, SPTree
 from tests.mcore.launch import environment
 
 
@@ -34,7 +39,12 @@ def test_a_step_without_targets_reports_zero() -> None:
     ("of_config", "of_layer", "expected"), [(None, None, 0.25), (0.5, None, 0.5), (0.5, 0.1, 0.1)]
 )
 def test_softmax_scale(of_config: float | None, of_layer: float | None, expected: float) -> None:
-    config = SimpleNamespace(softmax_scale=of_config, kv_channels=16)
+    config = SimpleNamespace(
+        softmax_scale=of_config,
+        kv_channels=16,
+        recompute_granularity=None,
+        fine_grained_activation_offloading=False,
+    )
     attention = NestedCoreAttention(
         config, 1, AttnMaskType.causal, "self", softmax_scale=of_layer, cp_comm_type="p2p"
     )
@@ -68,3 +78,12 @@ def test_rotary_rows_are_megatrons_own_at_each_position() -> None:
         "        torch.testing.assert_close(rows, inner.get_emb(32)[positions], rtol=0, atol=0)\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
+
+
+def test_a_batch_that_runs_once_more_begins_with_nothing_kept() -> None:
+    plan = Plan.from_nodes(SPTree(1, (1,)), [5], [Node(0, 0)])
+    batch = NestedBatch.build(plan, 0)
+    rows = torch.zeros(5, 1, 2)
+    batch.kept[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
+    params = NestedSeqParams.of(batch, SimpleNamespace(), torch.arange(5))
+    assert params.nested is batch and not batch.kept

@@ -21,6 +21,7 @@ LOG = CollectiveLog()
 ROTARY_GROUPS: list[Any] = []
 PADDING: list[int | None] = []
 READS: list[tuple[int, int, int]] = []
+MORE: dict[str, list[Any]] = {}
 
 
 def watch_optimizer() -> None:
@@ -44,8 +45,11 @@ def watch_optimizer() -> None:
                     "rotary": list(ROTARY_GROUPS),
                     "padding": list(PADDING),
                     "reads": list(READS),
+                    **{name: list(entries) for name, entries in MORE.items()},
                 }
             )
+            for entries in MORE.values():
+                entries.clear()
             TOKENS.clear()
             LAYER_INPUTS.clear()
             PADDING.clear()

@@ -16,6 +16,7 @@ FLAGS = {
     "--nsp-max-length",
     "--nsp-over-long",
     "--nsp-token-budget",
+    "--nsp-save-budget-gb",
     "--nsp-profile",
     "--nsp-policy",
     "--nsp-plan-ahead",
@@ -70,8 +71,10 @@ def test_flags_round_trip_through_a_parser() -> None:
         "from megatron_nsp.mcore.args import add_nsp_args, config_from_args, field_docs\n"
         "parser = add_nsp_args(argparse.ArgumentParser())\n"
         "text = '--nsp-degrees 1,3,6 --no-nsp-overlap --nsp-cpu --nsp-token-budget 5'\n"
+        "text += ' --nsp-save-budget-gb inf'\n"
         "config = config_from_args(parser.parse_args(text.split()))\n"
         "assert config.degrees == (1, 3, 6) and not config.overlap and config.cpu\n"
+        "assert config.save_budget_gb == float('inf')\n"
         "assert config.token_budget == 5 and config_from_args(parser.parse_args([])).overlap\n"
         "assert all(len(text) > 20 for text in field_docs().values())\n"
         f"assert len(field_docs()) == {len(FLAGS)}\n"

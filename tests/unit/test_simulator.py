@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
-from megatron_nsp.layout import rank_layout
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
 from megatron_nsp.planner.lengths import draw_batch, load_table
 from megatron_nsp.planner.profile import AttentionRate
+from megatron_nsp.planner.saving import aware_of_saving, kept_output
+from megatron_nsp.recompute import mark_saved
 from megatron_nsp.schedule import Pass, Phase, Step, build_schedule, communicates
-from megatron_nsp.simulator import IterationSettings, mark_saved, simulate_plan
+from megatron_nsp.simulator import IterationSettings, simulate_plan
 from megatron_nsp.simulator.ablation import attention_only
-from megatron_nsp.simulator.compare import aware_of_saving
-from megatron_nsp.simulator.marks import saved_bytes_per_token
 from megatron_nsp.simulator.network import active_paths
 from megatron_nsp.simulator.sharding import sharding_us
 from megatron_nsp.split import Split
@@ -136,7 +135,7 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
         return sharding_free
 
     for m in range(plan.num_micro_batches):
-        redone = plan if settings.saved is None else settings.saved.recomputed(plan)
+        redone = settings.saved.recomputed(plan)
         for pass_ in Pass:
             gathered = shard(settings.gather_us)
             for layer in range(layers):
@@ -182,7 +181,7 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
         plan = random_splits(rng, plan, shape.num_heads, shape.num_kv_heads)
     settings = IterationSettings(
         overlap=bool(rng.getrandbits(1)),
-        saved=mark_saved(plan, shape, rng.choice((0.0, 1e6, 1e12))),
+        saved=mark_saved(plan, kept_output(shape), rng.choice((0.0, 1e6, 1e12))),
         gather_us=rng.choice((0.0, 300.0)),
         scatter_us=rng.choice((0.0, 500.0)),
     )
@@ -232,21 +231,15 @@ def test_what_rings_hide_is_the_planner_s_prediction(length: int, split: Split) 
         assert found.step_us == pytest.approx(how.score(plan).load_us, rel=1e-9)
 
 
-def test_saving_more_recomputes_less_and_budgets_hold_on_every_rank() -> None:
+def test_saving_more_recomputes_less() -> None:
     cost = dataclasses.replace(cluster(16, 8), recompute="attention")
     plan = random_plan(random.Random(4), cost.tree, [9000, 30, 4000, 12000, 700, 5000, 60])
-    per_token = saved_bytes_per_token(cost.shape)
-    before = float("inf")
-    for budget in (0.0, 1500.0 * per_token, 4000.0 * per_token, 1e15):
-        marks = mark_saved(plan, cost.shape, budget)
-        assert marks.rank_bytes <= budget
-        held = [0] * 16
-        for rank in range(16):
-            for sample, start, stop in rank_layout(plan, rank).segments:
-                held[rank] += (stop - start) * int(marks.is_saved[sample])
-        assert marks.rank_bytes == pytest.approx(max(held) * per_token)
-        redone = float(simulate_plan(plan, cost, IterationSettings(saved=marks)).recompute_us.sum())
-        assert redone <= before
+    output, before = kept_output(cost.shape), float("inf")
+    for tokens in (0.0, 3000.0, 6000.0, float("inf")):
+        saved = mark_saved(plan, output, tokens * output.bytes_per_token)
+        settings = IterationSettings(saved=saved)
+        redone = float(simulate_plan(plan, cost, settings).recompute_us.sum())
+        assert redone < before
         before = redone
     assert before == 0.0
 
@@ -401,13 +394,14 @@ def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
     tree = SPTree.powers_of_two(16, 16)
     cost = CostModel(load_profile("h200-ib"), model.shape(), tree, recompute="full")
     steps = []
-    for known in (cost, aware_of_saving(cost, 12e9)):
+    output = kept_output(cost.shape)
+    for known in (cost, aware_of_saving(cost, 12e9, output)):
         total = 0.0
         for seed in range(3):
             lengths = draw_batch(load_table("wikipedia"), 500_000, 100_000, seed).lengths
             plan = plan_batch(lengths, tree, known, policy="search").plan
-            marks = mark_saved(plan, cost.shape, 12e9)
-            total += simulate_plan(plan, cost, IterationSettings(saved=marks)).step_us
+            saved = mark_saved(plan, output, 12e9)
+            total += simulate_plan(plan, cost, IterationSettings(saved=saved)).step_us
         steps.append(total)
     assert steps[1] < 0.995 * steps[0]
 

@@ -5,6 +5,7 @@ import numpy as np
 from megatron_nsp.mcore.step_log import step_line
 from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.recompute import SavedSamples
 from megatron_nsp.sampler import Batch
 from megatron_nsp.split import Split
 from megatron_nsp.step_planner import PlannedStep
@@ -37,6 +38,19 @@ def test_a_step_with_everything() -> None:
         "left out: 4 over-long (7777 tokens: documents 11, 5, 8 and 1 more) | "
         "left out: 2 empty | carried to the next step: 2"
     )
+
+
+def test_what_is_saved_is_told_where_there_is_a_budget() -> None:
+    nodes = [TREE.node(4, 0), TREE.node(4, 0), TREE.node(1, 0)]
+    plan = Plan.from_nodes(TREE, [40, 8, 7], nodes)
+    batch, times = Batch(np.arange(3), plan.lengths), score([0] * 4, [0] * 4, [0] * 4)
+    for saved, told in (
+        (SavedSamples({(0, nodes[0]): 1}, 12345), "saved: 40 tokens, at most 0.012 MB a rank"),
+        (SavedSamples({(0, nodes[0]): 2, (0, nodes[2]): 1}, 10**9), "saved: 55 tokens, at most"),
+        (SavedSamples(), "saved: 0 tokens, at most 0.000 MB a rank"),
+    ):
+        assert told in step_line(PlannedStep(0, batch, plan, times, 1.0, saved=saved))
+    assert "saved" not in step_line(PlannedStep(0, batch, plan, times, 1.0))
 
 
 def test_a_step_without_targets_or_work_is_even() -> None:

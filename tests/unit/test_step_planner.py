@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from megatron_nsp.planner.cost import CostModel, ModelShape
 from megatron_nsp.planner.profile import load_profile
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.planner.window import plan_batch
+from megatron_nsp.recompute import SavedSamples
 from megatron_nsp.sampler import Batch, BatchSampler
 from megatron_nsp.step_planner import PlannedStep, StepPlanner, plan_carried_first
 from megatron_nsp.tree import SPTree
@@ -114,6 +116,27 @@ def test_the_digest_sees_documents_of_equal_length() -> None:
     (step,) = steps(None, 1)
     batch = Batch(step.batch.documents[::-1].copy(), step.batch.lengths)
     assert PlannedStep(0, batch, step.plan, step.score, 0.0).digest != step.digest
+
+
+def test_h2_marks_are_made_with_the_plan_and_are_part_of_the_digest() -> None:
+    def mark(plan: Plan) -> SavedSamples:
+        return SavedSamples({(0, node): 1 for node in plan.active_nodes()})
+
+    def plan_batch_(batch: Batch) -> tuple[Plan, PlanScore]:
+        result = plan_batch(batch.lengths, TREE, COST)
+        return result.plan, result.score
+
+    found = []
+    for mark_saved in (mark, mark, lambda plan: SavedSamples()):
+        sampler = BatchSampler(LENGTHS, 300, 100, seed=1)
+        source = StepPlanner(sampler, plan_batch_, 2, can_carry=False, mark_saved=mark_saved)
+        found.append([source.next_step() for _ in range(3)])
+        source.close()
+    for one, other, bare in zip(*found, strict=True):
+        assert one.saved == mark(one.plan) and one.digest == other.digest != bare.digest
+        last = max(one.saved.num_saved)
+        less = SavedSamples({**one.saved.num_saved, last: 0})
+        assert replace(one, saved=less).digest != one.digest
 
 
 def test_counts() -> None:
