@@ -7,7 +7,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import default_layer_spec
 
 from megatron_nsp.mcore.rope import use_positions
-from megatron_nsp.mcore.spec import nested_spec
+from megatron_nsp.mcore.spec import layer_window, nested_spec
 from megatron_nsp.planner.cost import ModelShape
 from megatron_nsp.planner.models import Model
 
@@ -25,8 +25,9 @@ def gpt_config(args: argparse.Namespace) -> Any:
 
 def model_of(args: argparse.Namespace) -> Model:
     """The model that validated Megatron arguments describe."""
-    is_moe = bool(args.num_experts)
+    is_moe, is_latent = bool(args.num_experts), args.multi_latent_attention
     heads = args.num_attention_heads
+    windows = layer_windows(args)
     return Model(
         name="this model",
         source="Megatron's arguments",
@@ -34,7 +35,7 @@ def model_of(args: argparse.Namespace) -> Model:
         hidden=args.hidden_size,
         num_heads=heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
-        head_dim=args.kv_channels,
+        head_dim=args.qk_head_dim + args.qk_pos_emb_head_dim if is_latent else args.kv_channels,
         ffn_hidden=(args.moe_ffn_hidden_size if is_moe else None) or args.ffn_hidden_size,
         vocab_size=args.padded_vocab_size,
         num_experts=args.num_experts or 0,
@@ -42,7 +43,28 @@ def model_of(args: argparse.Namespace) -> Model:
         shared_width=(args.moe_shared_expert_intermediate_size or 0) if is_moe else 0,
         is_gated=args.swiglu,
         is_tied=not args.untie_embeddings_and_output_weights,
+        value_dim=args.v_head_dim if is_latent else None,
+        projections=latent_projections(args) if is_latent else None,
+        num_windowed_layers=len(windows),
+        window_left=max(windows, default=0),
     )
+
+
+def layer_windows(args: argparse.Namespace) -> list[int]:
+    """The window of every layer that has one: most tokens before itself that a token sees."""
+    windows = [layer_window(args, number + 1) for number in range(args.num_layers)]
+    return [window for window in windows if window is not None]
+
+
+def latent_projections(args: argparse.Namespace) -> int:
+    """Parameters of one layer's projections in latent attention."""
+    hidden, heads, rank = args.hidden_size, args.num_attention_heads, args.kv_lora_rank
+    query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    compressed = args.q_lora_rank
+    parameters = hidden * query if compressed is None else compressed * (hidden + query)
+    parameters += hidden * (rank + args.qk_pos_emb_head_dim)
+    parameters += rank * heads * (args.qk_head_dim + args.v_head_dim)
+    return int(parameters + heads * args.v_head_dim * hidden)
 
 
 def recomputed(args: argparse.Namespace) -> str:

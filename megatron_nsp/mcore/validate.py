@@ -136,14 +136,10 @@ def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
 # Parser destination -> the one value that is allowed, and what to say of another.
 _REFUSED: dict[str, tuple[object, str]] = {
     "attention_dropout": (0.0, "--attention-dropout must be 0"),
-    "multi_latent_attention": (False, "--multi-latent-attention is not supported yet"),
     "mtp_num_layers": (None, "--mtp-num-layers is not supported yet"),
-    "window_size": (None, "--window-size is not supported yet"),
-    "softmax_type": ("vanilla", "--softmax-type must be vanilla"),
     "experimental_attention_variant": (None, "--experimental-attention-variant is not supported"),
     "qk_clip": (False, "--qk-clip is not supported: it needs the largest attention score"),
     "log_max_attention_logit": (False, "--log-max-attention-logit is not supported"),
-    "fused_single_qkv_rope": (False, "--fused-single-qkv-rope cannot rotate by position"),
     "cuda_graph_impl": ("none", "--cuda-graph-impl must be none: boundaries change every step"),
     "enable_cuda_graph": (
         False,
@@ -167,6 +163,31 @@ _REFUSED: dict[str, tuple[object, str]] = {
 }
 
 
+def check_window(args: argparse.Namespace) -> None:
+    """Checks the sliding window and which layers have it.
+
+    Raises:
+        ValueError: the window reaches past the token itself, or the layers are not the model's.
+    """
+    window, skip = args.window_size, args.window_attn_skip_freq
+    if window is None:
+        return
+    if len(window) != 2 or window[0] < -1 or window[1] != 0:
+        given = ",".join(str(side) for side in window)
+        raise ValueError(
+            "--window-size must be LEFT,0 with LEFT at least 0, or -1 for all tokens before, got "
+            f"{given}: attention is causal"
+        )
+    if isinstance(skip, list):
+        if len(skip) != args.num_layers:
+            raise ValueError(
+                f"--window-attn-skip-freq lists {len(skip)} layers, --num-layers is "
+                f"{args.num_layers}"
+            )
+    elif skip is not None and skip < 1:
+        raise ValueError(f"--window-attn-skip-freq must be at least 1, got {skip}")
+
+
 def check_attention(args: argparse.Namespace) -> None:
     """Refuses attention and loops that nested attention does not serve.
 
@@ -177,11 +198,17 @@ def check_attention(args: argparse.Namespace) -> None:
         value = getattr(args, name, allowed)
         if value != allowed and value is not None:
             raise ValueError(f"{message}, got {value}")
-    if args.position_embedding_type not in ("rope", "none", "learned_absolute"):
+    if args.position_embedding_type not in ("rope", "yarn", "none", "learned_absolute"):
         raise ValueError(
-            "--position-embedding-type must be rope, learned_absolute or none, got "
+            "--position-embedding-type must be rope, yarn, learned_absolute or none, got "
             f"{args.position_embedding_type}"
         )
+    if args.multi_latent_attention and args.apply_rope_fusion:
+        raise ValueError(
+            "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and "
+            "not by position"
+        )
+    check_window(args)
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
     if not args.nsp_cpu and kernel in ("auto", "cuda-varlen") and not is_half:
         raise ValueError(f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16")

@@ -1,11 +1,13 @@
 """The cost model: what a sample costs at each degree, phase by phase (NSP paper, section 4.1.2).
 
 Per layer and pass a node runs a prologue and an epilogue (all-to-all) and a compute phase. A sample
-of L tokens at degree d, H query and K key/value heads of D elements, Kd = max(K // d, 1):
+of L tokens at degree d, H query and K key/value heads of D elements, V of values, Kd = max(K // d,
+1) and W = H/d D + Kd (D + V) of q, k and v:
 
-    compute    2 L^2 H D / d flops forward (causal), 2.5 times that backward
-    prologue   L/d (d-1) (H/d + 2 Kd) D elements sent forward (q, k, v), L/d (d-1) H/d D backward
-    epilogue   (L - L/d) H/d D elements forward (the output), (L - L/d) (H/d + 2 Kd) D backward
+    compute    L^2 H (D + V) / d flops forward (causal; less in layers with a window), 2.5 times
+               that backward
+    prologue   L/d (d-1) W elements sent forward (q, k, v), L/d (d-1) H/d V backward
+    epilogue   (L - L/d) H/d V elements forward (the output), (L - L/d) W backward
     dense      L/d tokens of projections, MLP and output layer, backward twice the forward
     experts    L/d tokens to their experts and back, the same backward; a node smaller than the
                expert-parallel group shares this work with all of the group's ranks
@@ -60,6 +62,9 @@ class ModelShape:
         expert_bytes_per_token: bytes one layer sends to the experts and back for one token.
         expert_degree: ranks of an expert-parallel group.
         stride: GPUs from one rank of the domain to the next: the tensor-parallel size.
+        value_dim: elements of a head of values and output (V); 0 = `head_dim`.
+        num_windowed_layers: layers with a sliding window.
+        window_left: most tokens before itself that a token sees in such a layer.
     """
 
     num_layers: int
@@ -74,6 +79,9 @@ class ModelShape:
     expert_bytes_per_token: float = 0.0
     expert_degree: int = 1
     stride: int = 1
+    value_dim: int = 0
+    num_windowed_layers: int = 0
+    window_left: int = 0
 
     def __post_init__(self) -> None:
         """Refuses sizes no model has.
@@ -81,6 +89,8 @@ class ModelShape:
         Raises:
             ValueError: a size below 1, or query heads that do not divide over key/value heads.
         """
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
         for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -89,6 +99,17 @@ class ModelShape:
                 f"{self.num_heads} query heads do not divide over {self.num_kv_heads} key/value "
                 "heads"
             )
+
+    def square_tokens(self, tokens: FloatArray) -> FloatArray:
+        """Twice the pairs of tokens that see each other in a sample, on average over the layers.
+
+        L^2 of a causal layer. With a window a token sees W = `window_left` + 1 at most: W (2L - W).
+        """
+        if not self.num_windowed_layers:
+            return tokens * tokens
+        seen = np.minimum(tokens, self.window_left + 1.0)
+        share = self.num_windowed_layers / self.num_layers
+        return (1.0 - share) * tokens * tokens + share * seen * (2.0 * tokens - seen)
 
     @classmethod
     def from_hidden(
@@ -139,17 +160,18 @@ def ulysses_sent_bytes[Tokens: (int, float)](
         shape: heads and element size.
     """
     own_heads = shape.num_heads // degree
-    qkv_heads = own_heads + 2 * max(shape.num_kv_heads // degree, 1)
-    head_bytes = shape.head_dim * shape.bytes_per_element
-    heads = {
-        (Pass.FWD, Phase.PROLOGUE): qkv_heads,  # q, k and v of all heads, to where they belong
-        (Pass.FWD, Phase.EPILOGUE): own_heads,  # the output of this rank's heads
-        (Pass.BWD, Phase.PROLOGUE): own_heads,  # the output's gradient
-        (Pass.BWD, Phase.EPILOGUE): qkv_heads,  # dq, dk and dv of this rank's heads
+    own_kv_heads = max(shape.num_kv_heads // degree, 1)
+    out_width = own_heads * shape.value_dim
+    qkv_width = own_heads * shape.head_dim + own_kv_heads * (shape.head_dim + shape.value_dim)
+    width = {
+        (Pass.FWD, Phase.PROLOGUE): qkv_width,  # q, k and v of all heads, to where they belong
+        (Pass.FWD, Phase.EPILOGUE): out_width,  # the output of this rank's heads
+        (Pass.BWD, Phase.PROLOGUE): out_width,  # the output's gradient
+        (Pass.BWD, Phase.EPILOGUE): qkv_width,  # dq, dk and dv of this rank's heads
     }.get((pass_, phase), 0)
     if phase is Phase.PROLOGUE:
-        return rank_tokens * ((degree - 1) * heads * head_bytes)
-    return (stream_tokens - rank_tokens) * (heads * head_bytes)
+        return rank_tokens * ((degree - 1) * width * shape.bytes_per_element)
+    return (stream_tokens - rank_tokens) * (width * shape.bytes_per_element)
 
 
 def _share(fitted: FittedModel, pass_: Pass) -> float:
@@ -248,9 +270,10 @@ class CostModel:
             fitted_us = _share(fitted, pass_) * fitted.quadratic_us / degrees
             return tokens * tokens * fitted_us
         factor = 1.0 if pass_ is Pass.FWD else BWD_ATTENTION_FACTOR
-        flops_per_pair = factor * 2.0 * shape.num_heads * shape.head_dim * shape.num_layers
+        width = shape.head_dim + shape.value_dim
+        flops_per_pair = factor * shape.num_heads * width * shape.num_layers
         rates = self.profile.attention_flops_per_s(lengths, pass_ is Pass.FWD)[:, None]
-        return tokens * tokens * (flops_per_pair * 1e6 / rates / degrees)
+        return shape.square_tokens(tokens) * (flops_per_pair * 1e6 / rates / degrees)
 
     def exchange_us_per_token(self, pass_: Pass, phase: Phase) -> FloatArray:
         """`[K+1]` all-to-all time one token of a node's stream adds to each of its ranks."""

@@ -34,7 +34,7 @@ class SavedSamples:
 
 def saved_bytes_per_token(shape: ModelShape) -> int:
     """Bytes that all layers keep for one saved token: the output of its heads, and their LSE."""
-    layer = shape.num_heads * (shape.head_dim * shape.bytes_per_element + 4)
+    layer = shape.num_heads * (shape.value_dim * shape.bytes_per_element + 4)
     return shape.num_layers * layer
 
 

@@ -161,3 +161,26 @@ def test_impossible_models_are_refused() -> None:
         ModelShape.from_hidden(0, 64, 8, 2, 8)
     with pytest.raises(ValueError, match="no SP backend ring, only ulysses"):
         CostModel(load_profile("cpu-gloo"), SMALL, SPTree(2, (1, 2)), backend="ring")
+
+
+def test_values_of_another_head_dim_and_windows_cost_what_they_are() -> None:
+    plain = cluster(8, 8)
+    half = dataclasses.replace(plain.shape, value_dim=plain.shape.head_dim // 2)
+    lengths, degree = np.array([1, 5, 6, 7, 1000]), 4
+    narrow = dataclasses.replace(plain, shape=half).compute_us(lengths, Pass.FWD)
+    np.testing.assert_allclose(narrow, 0.75 * plain.compute_us(lengths, Pass.FWD), rtol=1e-12)
+    sent = {
+        (shape.value_dim, phase): ulysses_sent_bytes(Pass.FWD, phase, 10, 40, degree, shape)
+        for shape in (plain.shape, half)
+        for phase in Phase
+    }
+    assert sent[64, Phase.EPILOGUE] * 2 == sent[128, Phase.EPILOGUE]
+    assert sent[128, Phase.PROLOGUE] - sent[64, Phase.PROLOGUE] == 10 * 3 * 1 * 64 * 2  # v of one
+
+    window = dataclasses.replace(plain.shape, num_windowed_layers=36, window_left=5)  # of 48
+    pairs = [sum(min(t + 1, 6) for t in range(length)) for length in lengths.tolist()]
+    # A whole triangle counts as L^2 / 2: what is on the diagonal is left out, in a window too.
+    assert window.square_tokens(lengths * 1.0).tolist() == [
+        0.25 * length**2 + 0.75 * (2 * pair - min(length, 6))
+        for length, pair in zip(lengths.tolist(), pairs, strict=True)
+    ]
