@@ -163,6 +163,30 @@ _REFUSED: dict[str, tuple[object, str]] = {
 }
 
 
+def check_latent(args: argparse.Namespace) -> None:
+    """Checks how latent attention is split and rotated.
+
+    Raises:
+        ValueError: names the flag that is missing.
+    """
+    if not args.multi_latent_attention:
+        return
+    if args.apply_rope_fusion:
+        raise ValueError(
+            "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and "
+            "not by position"
+        )
+    # Elsewhere each tensor-parallel rank keeps its own heads' part of the gradient of the rotary
+    # key that all heads share, and the gradient of --qk-layernorm's query norm is counted twice.
+    is_whole = args.sequence_parallel and args.transformer_impl == "transformer_engine"
+    if args.tensor_model_parallel_size > 1 and not is_whole:
+        raise ValueError(
+            "--multi-latent-attention with --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} needs --transformer-impl transformer_engine and "
+            "--sequence-parallel: without them Megatron 0.19 gets its gradients wrong"
+        )
+
+
 def check_window(args: argparse.Namespace) -> None:
     """Checks the sliding window and which layers have it.
 
@@ -203,11 +227,7 @@ def check_attention(args: argparse.Namespace) -> None:
             "--position-embedding-type must be rope, yarn, learned_absolute or none, got "
             f"{args.position_embedding_type}"
         )
-    if args.multi_latent_attention and args.apply_rope_fusion:
-        raise ValueError(
-            "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and "
-            "not by position"
-        )
+    check_latent(args)
     check_window(args)
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
     if not args.nsp_cpu and kernel in ("auto", "cuda-varlen") and not is_half:

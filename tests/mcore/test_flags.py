@@ -52,6 +52,8 @@ BAD = {
     "--num-query-groups 3": "--num-attention-heads 8 is no multiple of --num-query-groups 3",
     "--eval-iters 2": "--eval-iters 2 needs --valid-data-path",
     "--position-embedding-type mrope": "--position-embedding-type must be rope",
+    "--multi-latent-attention --tensor-model-parallel-size 2": "--multi-latent-attention with --te"
+    "nsor-model-parallel-size 2 needs --transformer-impl transformer_engine and --sequence-",
     "--position-embedding-type relative": "must be rope, yarn, learned_absolute or none, got rela",
     "--window-size 8,8": "--window-size must be LEFT,0 .* got 8,8: attention is causal",
     "--window-size=-2,0": "--window-size must be LEFT,0 with LEFT at least 0, or -1 .* got -2,0",
