@@ -1,5 +1,6 @@
 """Layer specs with nested core attention: Megatron's own specs with one module exchanged."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
@@ -166,15 +168,19 @@ class NestedCoreAttention(MegatronModule):
 def exchange_core_attention(spec: Any) -> Any:
     """Puts nested attention into every self-attention of a Megatron spec and returns the spec.
 
-    Works on a layer spec and on the list of layer specs of a block, whatever model they are for.
+    Works on a layer spec, on the list of layer specs of a block, and on the stack of a hybrid
+    model, whose kinds of layers it names one by one.
 
     Raises:
         ValueError: the spec holds no self-attention.
     """
     layers = getattr(spec, "layer_specs", None)
+    stack: Any = getattr(spec, "submodules", None)
+    if layers is None and hasattr(stack, "attention_layer"):
+        layers = [stack.attention_layer, stack.mla_layer]
     count = 0
     for layer in [spec] if layers is None else layers:
-        attention = getattr(layer.submodules, "self_attention", None)
+        attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
         submodules = getattr(attention, "submodules", None)
         if submodules is not None and hasattr(submodules, "core_attention"):
             submodules.core_attention = NestedCoreAttention
@@ -184,10 +190,18 @@ def exchange_core_attention(spec: Any) -> Any:
     return spec
 
 
-def nested_spec(make_spec: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function that makes a Megatron spec into one with nested attention."""
+def nested_spec(spec: Any) -> Callable[..., Any]:
+    """Wraps a Megatron spec, or a function that makes one, into a function with nested attention.
+
+    Args:
+        spec: as `--spec` gives it: a spec, or a function of the configuration and, if it asks for
+            it, of the virtual pipeline stage.
+    """
 
     def make_nested_spec(config: Any, vp_stage: int | None = None) -> Any:
-        return exchange_core_attention(make_spec(config, vp_stage))
+        if isinstance(spec, ModuleSpec) or not callable(spec):
+            return exchange_core_attention(spec)
+        takes_stage = "vp_stage" in inspect.signature(spec).parameters
+        return exchange_core_attention(spec(config, *((vp_stage,) if takes_stage else ())))
 
     return make_nested_spec

@@ -8,6 +8,7 @@ import argparse
 
 from megatron_nsp.config import NSPConfig, build_tree, flag
 from megatron_nsp.input_layout import static_groups
+from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_window
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.tree import SPTree
 
@@ -163,55 +164,6 @@ _REFUSED: dict[str, tuple[object, str]] = {
 }
 
 
-def check_latent(args: argparse.Namespace) -> None:
-    """Checks how latent attention is split and rotated.
-
-    Raises:
-        ValueError: names the flag that is missing.
-    """
-    if not args.multi_latent_attention:
-        return
-    if args.apply_rope_fusion:
-        raise ValueError(
-            "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and "
-            "not by position"
-        )
-    # Elsewhere each tensor-parallel rank keeps its own heads' part of the gradient of the rotary
-    # key that all heads share, and the gradient of --qk-layernorm's query norm is counted twice.
-    is_whole = args.sequence_parallel and args.transformer_impl == "transformer_engine"
-    if args.tensor_model_parallel_size > 1 and not is_whole:
-        raise ValueError(
-            "--multi-latent-attention with --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} needs --transformer-impl transformer_engine and "
-            "--sequence-parallel: without them Megatron 0.19 gets its gradients wrong"
-        )
-
-
-def check_window(args: argparse.Namespace) -> None:
-    """Checks the sliding window and which layers have it.
-
-    Raises:
-        ValueError: the window reaches past the token itself, or the layers are not the model's.
-    """
-    window, skip = args.window_size, args.window_attn_skip_freq
-    if window is None:
-        return
-    if len(window) != 2 or window[0] < -1 or window[1] != 0:
-        given = ",".join(str(side) for side in window)
-        raise ValueError(
-            "--window-size must be LEFT,0 with LEFT at least 0, or -1 for all tokens before, got "
-            f"{given}: attention is causal"
-        )
-    if isinstance(skip, list):
-        if len(skip) != args.num_layers:
-            raise ValueError(
-                f"--window-attn-skip-freq lists {len(skip)} layers, --num-layers is "
-                f"{args.num_layers}"
-            )
-    elif skip is not None and skip < 1:
-        raise ValueError(f"--window-attn-skip-freq must be at least 1, got {skip}")
-
-
 def check_attention(args: argparse.Namespace) -> None:
     """Refuses attention and loops that nested attention does not serve.
 
@@ -227,6 +179,9 @@ def check_attention(args: argparse.Namespace) -> None:
             "--position-embedding-type must be rope, yarn, learned_absolute or none, got "
             f"{args.position_embedding_type}"
         )
+    if args.attention_backend.name == "local":
+        raise ValueError("--attention-backend local would take nested attention out of the model")
+    check_hybrid(args)
     check_latent(args)
     check_window(args)
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16

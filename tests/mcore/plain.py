@@ -22,11 +22,15 @@ import torch  # noqa: E402
 from megatron.core.datasets import utils as dataset_utils  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args  # noqa: E402
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args,
+    hybrid_config_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.checkpointing import load_checkpoint  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec  # noqa: E402
+from megatron.training.models.hybrid import HybridModelBuilder  # noqa: E402
 
 
 def defaults(parser: Any) -> Any:
@@ -60,6 +64,15 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     return spec
 
 
+def build(args: Any) -> Any:
+    """Megatron's builder of the model."""
+    if args.hybrid_layer_pattern:
+        return HybridModelBuilder(hybrid_config_from_args(args))
+    config = gpt_config_from_args(args)
+    config.transformer_layer_spec = layer_spec
+    return GPTModelBuilder(config)
+
+
 def main() -> None:
     """Runs all documents through the model once."""
     out = sys.argv.pop(1)
@@ -67,9 +80,7 @@ def main() -> None:
     dataset_utils.compile_helpers = lambda *_: None  # the wheel cannot build them
     initialize_megatron()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    config = gpt_config_from_args(args)
-    config.transformer_layer_spec = layer_spec
-    model = GPTModelBuilder(config).build_model(groups)
+    model = build(args).build_model(groups)
     load_checkpoint([model], None, None)
     tokens = torch.from_numpy(np.fromfile(f"{args.documents}.bin", np.uint8).astype(np.int64))
     lengths = [int(length) for length in args.lengths.split(",")]

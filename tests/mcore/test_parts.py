@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import model_of
-from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention
+from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
 from tests.mcore.launch import environment
 
 
@@ -98,6 +98,28 @@ def test_other_attention_is_refused() -> None:
         exchange_core_attention(SimpleNamespace(submodules=SimpleNamespace()))
 
 
+def test_a_spec_may_be_one_layer_or_a_block_or_a_stack_or_make_one() -> None:
+    def layer() -> SimpleNamespace:
+        attention = SimpleNamespace(core_attention=None)
+        submodules = SimpleNamespace(self_attention=SimpleNamespace(submodules=attention))
+        return SimpleNamespace(submodules=submodules, attention=attention)
+
+    one, two, three = layer(), layer(), layer()
+    stack = SimpleNamespace(attention_layer=two, mla_layer=three)
+    for spec, layers in (
+        (one, [one]),
+        (SimpleNamespace(layer_specs=[one, two]), [one, two]),
+        (SimpleNamespace(submodules=stack), [two, three]),
+        (lambda config: one, [one]),
+        (lambda config, vp_stage: one if vp_stage == 3 else two, [one]),
+    ):
+        nested_spec(spec)(None, 3)
+        for each in layers:
+            assert each.attention.core_attention is NestedCoreAttention
+            each.attention.core_attention = None
+    assert exchange_core_attention(SimpleNamespace(layer_specs=[])).layer_specs == []
+
+
 def model_args(**fields: object) -> SimpleNamespace:
     """What the planner's model is made of: DeepSeek-V2-Lite's attention in two layers."""
     sizes = {"num_layers": 2, "hidden_size": 2048, "num_attention_heads": 16, "kv_channels": 128}
@@ -106,6 +128,8 @@ def model_args(**fields: object) -> SimpleNamespace:
     flags = {"group_query_attention": False, "num_query_groups": 1, "num_experts": None}
     flags |= {"moe_router_topk": 1, "swiglu": True, "multi_latent_attention": True}
     flags |= {"untie_embeddings_and_output_weights": True, "window_size": None}
+    flags |= {"hybrid_layer_pattern": None, "pipeline_model_parallel_size": 1}
+    flags |= {"moe_shared_expert_intermediate_size": None, "moe_ffn_hidden_size": None}
     return SimpleNamespace(**{**sizes, **flags, "window_attn_skip_freq": None, **fields})
 
 
@@ -129,6 +153,17 @@ def test_the_planner_knows_the_windows() -> None:
     args = model_args(num_layers=6, window_size=(9, 0), window_attn_skip_freq=3)
     shape = model_of(args).shape(pipeline_parallel=2)  # type: ignore[arg-type]
     assert (shape.num_layers, shape.num_windowed_layers, shape.window_left) == (3, 2, 9)
+
+
+def test_the_planner_knows_the_layers_of_a_hybrid_model() -> None:
+    pattern = {"hybrid_layer_pattern": "*-*E-|*E", "num_layers": 7, "num_experts": 4}
+    sizes = {"ffn_hidden_size": 300, "moe_ffn_hidden_size": 60}
+    args = model_args(**pattern, **sizes, window_size=(9, 0), window_attn_skip_freq=3)
+    model = model_of(args)  # type: ignore[arg-type]
+    assert (model.num_layers, model.ffn_hidden, model.shared_width) == (3, 40, 200)
+    assert model.num_windowed_layers == 1  # layers 1, 3 and 6, of which 3 and 6 are skipped
+    dense = model_args(hybrid_layer_pattern="*-*---", num_layers=6, ffn_hidden_size=300)
+    assert model_of(dense).ffn_hidden == 600  # type: ignore[arg-type]
 
 
 def test_rotary_rows_are_megatrons_own_at_each_position() -> None:

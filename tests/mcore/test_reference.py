@@ -31,6 +31,7 @@ WINDOWS = ["--window-size", "20,0", "--window-attn-skip-freq", "2"]
 LISTED = ["--window-size", "5,0", "--window-attn-skip-freq", "[0,1]"]
 YARN = ["--position-embedding-type", "yarn", "--rotary-scaling-factor", "4", "--mscale", "0.8"]
 SCALE = ["--use-mup", "--kv-channels", "64"]
+HYBRID = ["--spec", "tests.mcore.local_stack", "SPEC", "--hybrid-layer-pattern"]
 MODELS: dict[str, list[str]] = {
     "dense": [],
     "moe": MOE,
@@ -42,6 +43,7 @@ MODELS: dict[str, list[str]] = {
         *SCALE,
     ],
     "latent": [*LATENT, "rope"],
+    "hybrid": [*HYBRID, "*-*E-", *WINDOWS, *MOE],
     "latent yarn": [*LATENT, *["yarn", "--rotary-scaling-factor", "4", "--mscale-all-dim", "0.7"]],
 }
 
