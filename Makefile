@@ -9,8 +9,8 @@ SUITES := tests/unit tests/dist tests/mcore tests/examples tests/patches
 export OMP_NUM_THREADS := 1
 
 TARGETS := demo test check format format-check lint types unit dist mcore examples patches bench
-TARGETS += extras
-.PHONY: setup clean $(TARGETS)
+TARGETS += extras gpu
+.PHONY: setup te clean $(TARGETS)
 
 setup:
 	@bash scripts/setup.sh
@@ -54,7 +54,17 @@ extras:
 bench:
 	$(PYTHON) benchmarks/run.py
 
-# .venv stays: `rm -rf .venv` removes it.
+# What one GPU proves and measures in under five minutes; says so where there is none.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
+
+# Our kernels against the real Python of Transformer Engine and flash-attn, no GPU needed. The first
+# call builds Transformer Engine into .te-venv, which takes about 20 minutes and a CUDA 13 toolkit.
+te:
+	@bash scripts/te_venv.sh
+	.te-venv/bin/python -m pytest tests/te
+
+# .venv and .te-venv stay: `rm -rf .venv .te-venv` removes them.
 clean:
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +

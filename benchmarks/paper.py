@@ -75,9 +75,7 @@ def setting(model_name: str, max_length: int) -> Setting:
         token_budget=token_budget(model, memory, MEMORY_BYTES) if is_large else None,
         num_micro_batches=None,
         longest=max_length,
-        iteration=IterationSettings(
-            recompute=recompute, gather_us=gather_us, scatter_us=scatter_us
-        ),
+        iteration=IterationSettings(gather_us=gather_us, scatter_us=scatter_us),
         save_bytes=save_bytes,
     )
 
@@ -152,7 +150,7 @@ def storage(batches: list, rules: Setting) -> str:
         sum(t.breakdown.recompute_us.sum() for t in run_trials(batches, ["auto"], each))
         for each in (plain, rules)
     ]
-    attention = replace(plain, iteration=replace(plain.iteration, recompute="attention"))
+    attention = replace(plain, cost=replace(plain.cost, recompute="attention"))
     whole = sum(t.breakdown.recompute_us.sum() for t in run_trials(batches, ["auto"], attention))
     avoided = 100 * (again[0] - again[1]) / whole
     return (

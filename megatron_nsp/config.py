@@ -1,6 +1,8 @@
 """What a user can set: one frozen dataclass, from which the command-line flags are generated."""
 
+import argparse
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from megatron_nsp.tree import SPTree
@@ -58,7 +60,10 @@ class NSPConfig:
     """Stream communication of one node under the compute of another; the bits are the same."""
 
     kernel: str = "auto"
-    """Attention kernel: 'auto', 'cpu-flash', 'cuda-varlen' or 'reference'."""
+    """Attention kernel: 'auto' (on GPUs the first installed of te, flash-attn-3, flash-attn-4 and
+    flash-attn-2, else cuda-varlen; on CPU cpu-flash), 'cpu-flash', 'cuda-varlen' (torch's own),
+    'flash-attn-2', 'flash-attn-3', 'flash-attn-4', 'reference', 'te' (Transformer Engine's fused
+    attention) or 'te-module' (its DotProductAttention, which gives no LSE)."""
 
     record_plans: str | None = None
     """File to which rank 0 appends each step's plan as one line of JSON, for file:PATH."""
@@ -79,12 +84,8 @@ class NSPConfig:
             ValueError: one line that names the flag and the number.
         """
         for name in ("batch_tokens", "max_length", "token_budget", "max_degree"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= MOST_TOKENS:
-                limit = "at least 1" if value < 1 else f"at most {MOST_TOKENS}"
-                raise ValueError(f"{flag(name)} must be {limit}, got {value}")
-        if self.plan_ahead < 0:
-            raise ValueError(f"{flag('plan_ahead')} must be at least 0, got {self.plan_ahead}")
+            check_range(flag(name), getattr(self, name), 1, MOST_TOKENS)
+        check_range(flag("plan_ahead"), self.plan_ahead, 0)
         if self.over_long not in OVER_LONG_POLICIES:
             raise ValueError(
                 f"{flag('over_long')} must be one of {', '.join(OVER_LONG_POLICIES)}, "
@@ -106,6 +107,34 @@ def flag(field_name: str) -> str:
     """The command-line flag of a field of NSPConfig."""
     assert field_name in {field.name for field in fields(NSPConfig)}, f"{field_name=}"
     return "--nsp-" + field_name.replace("_", "-")
+
+
+Range = tuple[float, float | None]
+"""The least and the most that a number may be; None = no limit."""
+
+
+def check_range(
+    flag_name: str, value: float | None, least: float, most: float | None = None
+) -> None:
+    """Refuses a number outside its range; None was not given.
+
+    Raises:
+        ValueError: names the flag, the range and the number.
+    """
+    if value is None or (value >= least and (most is None or value <= most)):
+        return
+    limits = f"at least {least}" if most is None else f"{least} to {most}"
+    raise ValueError(f"{flag_name} must be {limits}, got {value}")
+
+
+def check_ranges(args: argparse.Namespace, ranges: Mapping[str, Range]) -> None:
+    """Refuses parsed flags outside their ranges, which are given by destination.
+
+    Raises:
+        ValueError: see `check_range`.
+    """
+    for name, (least, most) in ranges.items():
+        check_range("--" + name.replace("_", "-"), getattr(args, name), least, most)
 
 
 def is_admissible(degree: int, num_heads: int, num_kv_heads: int) -> bool:

@@ -124,7 +124,7 @@ class Profiler:
 
     def measure(self, name: str, provenance: str, ranks_per_host: int) -> Profile:
         """Everything, as a profile."""
-        attention = self._attention()
+        attention = self.attention_rates()
         dense_flops_per_s = self._dense()
         table, residuals = self._exchanges()
         latency_us = self._launch_us()
@@ -188,7 +188,8 @@ class Profiler:
         shape = (tokens, num_heads, self.model.head_dim)
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
-    def _attention(self) -> dict[int, AttentionRate]:
+    def attention_rates(self) -> dict[int, AttentionRate]:
+        """Throughput of the kernel by length."""
         model, rates = self.model, {}
         mask = AttentionMask(model.head_dim**-0.5)
         for length in self.effort.lengths:
@@ -301,6 +302,7 @@ class _NoKernel:
     """Gives out what it was given: an exchange without the attention in between."""
 
     name = "none"
+    returns_lse = True
 
     def __init__(self, out_SHV: Tensor, lse_HS: Tensor) -> None:
         self.result = out_SHV, lse_HS

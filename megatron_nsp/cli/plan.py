@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_nsp.cli import setting
+from megatron_nsp.config import check_ranges
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, PlanResult, plan_batch
 from megatron_nsp.planner.cost import BWD_ATTENTION_FACTOR, BWD_DENSE_FACTOR
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: one line naming the flag and both numbers.
     """
-    setting.check_ranges(args)
+    check_ranges(args, setting.RANGES)
     cost = setting.cost_model(args)
     token_budget = setting.budget(args, cost.profile)
     source = load_lengths(args.lengths)

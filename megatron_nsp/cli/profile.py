@@ -10,7 +10,7 @@ import platform
 import sys
 from pathlib import Path
 
-from megatron_nsp.config import NSPConfig, build_tree
+from megatron_nsp.config import NSPConfig, build_tree, check_ranges
 from megatron_nsp.planner.models import MODELS, Model, known_model
 
 _SIZES = {
@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or path.stem
     if "WORLD_SIZE" in os.environ:
         return _under_torchrun(args, model, path, name)
-    if not 1 <= args.ranks <= 64:
-        raise ValueError(f"--ranks must be 1 to 64, got {args.ranks}")
+    check_ranges(args, {"ranks": (1, 64)})
     _check_degrees(args.ranks, model)
     from megatron_nsp.testing.ranks import RankError, run_ranks
 
@@ -70,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> Model:
     given = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
-    for name, value in given.items():
-        if not 1 <= value <= 2**24:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 to {2**24}, got {value}")
+    check_ranges(args, dict.fromkeys(given, (1, 2**24)))
     if args.model is not None:
         if given:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron_nsp.config import NSPConfig, build_tree
+from megatron_nsp.config import NSPConfig, Range, build_tree
 from megatron_nsp.planner import (
     MODELS,
     CostModel,
@@ -26,8 +26,14 @@ _RECOMPUTED = {"none": "none", "selective": "attention", "full": "full"}
 
 _PARALLEL = ("tp", "pp", "ep")
 _TOKENS = ("batch_tokens", "max_len", "token_budget")
-_MOST = {"ranks": 2**16, "max_degree": 2**16, **dict.fromkeys((*_SIZES, *_PARALLEL), 2**24)}
-_MOST |= dict.fromkeys(_TOKENS, 2**40)
+
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(("ranks", "max_degree"), (1, 2**16)),
+    **dict.fromkeys((*_SIZES, *_PARALLEL), (1, 2**24)),
+    **dict.fromkeys(_TOKENS, (1, 2**40)),
+    "seed": (0, None),
+}
+"""What the flags may be by themselves."""
 
 
 def tokens(text: str) -> int:
@@ -95,21 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--offload-optimizer", action="store_true", help="optimizer state is kept by the host"
     )
-
-
-def check_ranges(args: argparse.Namespace) -> None:
-    """Checks numbers by themselves.
-
-    Raises:
-        ValueError: one line naming the flag and its number.
-    """
-    for name, most in _MOST.items():
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= most:
-            limit = "at least 1" if value < 1 else f"at most {most}"
-            raise ValueError(f"--{name.replace('_', '-')} must be {limit}, got {value}")
-    if args.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {args.seed}")
 
 
 def cost_model(args: argparse.Namespace) -> CostModel:

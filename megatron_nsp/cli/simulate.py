@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from megatron_nsp.cli import setting
+from megatron_nsp.config import check_ranges
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner import known_model, policy_names
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.lengths import LengthTable, draw_batch, load_lengths
 from megatron_nsp.planner.score import FloatArray
-from megatron_nsp.simulator.ablation import FULL, ablate
+from megatron_nsp.simulator.ablation import FULL, ablate, kept_whole
 from megatron_nsp.simulator.compare import (
     Comparison,
     Setting,
@@ -31,6 +32,7 @@ _SLOW = ("flexsp", "flexsp-10s")
 """Solved for a minute or more a batch: only where they are asked for."""
 
 _CHEAP_POLICIES = "cheap"
+_RANGES = {"batches": (1, 2**20), "micro_batches": (1, 2**20), "save_gb": (0, 2**20)}
 _TOKENS_A_RANK = 32 * 1024
 
 
@@ -71,11 +73,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: one line naming the flag and both numbers.
     """
-    setting.check_ranges(args)
-    for name, least in (("batches", 1), ("micro_batches", 1), ("save_gb", 0)):
-        value = getattr(args, name)
-        if value is not None and not least <= value <= 2**20:
-            raise ValueError(f"--{name.replace('_', '-')} must be {least} to {2**20}, got {value}")
+    check_ranges(args, setting.RANGES | _RANGES)
     if args.plot and not (args.plot.endswith(".png") and Path(args.plot).parent.is_dir()):
         raise ValueError(f"--plot takes a .png in a folder that exists, got {args.plot}")
     cost = setting.cost_model(args)
@@ -96,15 +94,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = report(comparison, cost, batches, rules)
         data["ablation"] = {name: step_us.tolist() for name, step_us in ablation.items()}
+        data["not_ablated"] = kept_whole(cost) if args.ablation else {}
         print(json.dumps(data))
     else:
         print(render(comparison, cost, batches, rules))
-        print(*ablation_rows(ablation), sep="\n")
+        print(*ablation_rows(ablation, cost), sep="\n")
     return 0
 
 
-def ablation_rows(ablation: dict[str, FloatArray]) -> list[str]:
-    """A line for each component taken away."""
+def ablation_rows(ablation: dict[str, FloatArray], cost: CostModel) -> list[str]:
+    """A line for each component taken away, or why it cannot be."""
     if not ablation:
         return []
     whole_us = float(ablation[FULL].sum())
@@ -114,6 +113,7 @@ def ablation_rows(ablation: dict[str, FloatArray]) -> list[str]:
         rows.append(
             f"{name if name != FULL else '-':<20} {step_us.mean() / 1e3:>10,.1f} {slower:>14.1f}"
         )
+    rows += [f"{name:<20} cannot be taken away: {why}" for name, why in kept_whole(cost).items()]
     return rows
 
 
@@ -167,7 +167,6 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
         longest=max(args.max_len or 1, longest),
         iteration=IterationSettings(
             overlap=not args.no_overlap,
-            recompute=cost.recompute,
             gather_us=gather_us,
             scatter_us=scatter_us,
         ),

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from megatron_nsp.config import is_admissible
+from megatron_nsp.config import check_ranges, is_admissible
 from megatron_nsp.plan import Plan
 from megatron_nsp.tree import SPTree
 
@@ -47,14 +47,6 @@ _MOST_TOKENS = 2**20
 
 FAILED = 3
 """Exit status when a rank fails or does not answer, so that nothing was compared."""
-
-
-def _check_ranges(args: argparse.Namespace) -> None:
-    for name, (least, most) in _RANGES.items():
-        value = getattr(args, name)
-        if not least <= value <= most:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be {least} to {most}, got {value}")
 
 
 def _integers(text: str, flag: str) -> list[int]:
@@ -108,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.kv_heads is None:
         args.kv_heads = args.heads
-    _check_ranges(args)
+    check_ranges(args, _RANGES)
     plan = forced_plan(args)
     _check_heads(args, plan)
     from megatron_nsp.testing.ranks import RankError

@@ -114,9 +114,16 @@ def _slices(bounds: list[int]) -> list[slice]:
 
 
 class AttentionKernel(Protocol):
-    """Attention of the queries of every sample to its keys."""
+    """Attention of the queries of every sample to its keys.
+
+    Attributes:
+        name: what --nsp-kernel calls it.
+        returns_lse: False where `forward` gives an LSE of no rows and `backward` computes the
+            output anew: its nodes cannot be saved, merged over blocks of keys, or given sinks.
+    """
 
     name: str
+    returns_lse: bool
 
     def forward(
         self,
@@ -156,6 +163,16 @@ class AttentionKernel(Protocol):
         all keys a query sees (and of an attention sink) the gradients are this block's part.
         """
         ...
+
+
+def require_lse(kernel: AttentionKernel, purpose: str) -> None:
+    """Refuses kernels without LSE for what cannot be done without.
+
+    Raises:
+        ValueError: the kernel gives none.
+    """
+    if not kernel.returns_lse:
+        raise ValueError(f"--nsp-kernel {kernel.name} gives no LSE, which {purpose} needs")
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

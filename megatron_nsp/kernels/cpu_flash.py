@@ -44,6 +44,7 @@ class CpuFlashKernel:
     """Flash attention on CPU tensors of any float dtype."""
 
     name = "cpu-flash"
+    returns_lse = True
 
     def forward(
         self,

@@ -27,6 +27,7 @@ class ReferenceKernel:
     """Plain attention in the input's dtype, or float32 for 16-bit inputs."""
 
     name = "reference"
+    returns_lse = True
 
     def forward(
         self,

@@ -27,7 +27,15 @@ def add_sink(out_SHV: Tensor, lse_HS: Tensor, sink_H: Tensor) -> tuple[Tensor, T
         out_SHV: output without it.
         lse_HS: its LSE.
         sink_H: the sinks of these heads.
+
+    Raises:
+        ValueError: the kernel gave no LSE.
     """
+    if lse_HS.shape[1] != out_SHV.shape[0]:
+        raise ValueError(
+            f"attention sinks need the LSE of all {out_SHV.shape[0]} rows, the kernel gives "
+            f"{lse_HS.shape[1]}"
+        )
     with_sink_HS = log_add_exp(sink_H.to(lse_HS.dtype).unsqueeze(1), lse_HS)
     share_SH1 = torch.exp(lse_HS - with_sink_HS).transpose(0, 1).unsqueeze(2)
     return (out_SHV * share_SH1).to(out_SHV.dtype), with_sink_HS

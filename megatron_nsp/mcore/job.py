@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_nsp.config import NSPConfig, flag
+from megatron_nsp.config import NSPConfig, check_ranges, flag
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import validate
@@ -88,7 +88,7 @@ class Job:
             ValueError: a flag cannot be used; one line that names it.
         """
         config.validate()
-        validate.check_ranges(args)
+        check_ranges(args, validate.RANGES)
         tree = validate.job_tree(args, config)
         validate.check_input_layout(config, tree.num_ranks)
         num_micro_batches = validate.check_loop(args, tree.num_ranks)

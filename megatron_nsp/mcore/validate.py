@@ -6,7 +6,7 @@ the same verdict, since they look at the same flags and the same index file.
 
 import argparse
 
-from megatron_nsp.config import NSPConfig, build_tree, flag
+from megatron_nsp.config import NSPConfig, Range, build_tree, flag
 from megatron_nsp.input_layout import static_groups
 from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_window
 from megatron_nsp.mcore.documents import Documents
@@ -41,8 +41,8 @@ def heads_per_rank(args: argparse.Namespace) -> tuple[int, int]:
         ValueError: the heads do not divide over tensor parallelism.
     """
     heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
-    if heads is None or heads < 1:
-        raise ValueError(f"--num-attention-heads must be at least 1, got {heads}")
+    if heads is None:
+        raise ValueError("--num-attention-heads must be given")
     kv_heads = args.num_query_groups if args.group_query_attention else heads
     if heads % kv_heads:
         raise ValueError(
@@ -59,30 +59,22 @@ def heads_per_rank(args: argparse.Namespace) -> tuple[int, int]:
 _DEFAULT_SPLIT = "969, 30, 1"
 """What Megatron's validation fills in for --split, where it runs before ours."""
 
-# Parser destinations that must be at least 1 where they are given.
-_POSITIVE = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_query_groups",
-    "global_batch_size",
-    "seed",
-    "num_layers",
-    "hidden_size",
-    "seq_length",
-    "num_experts",
+RANGES: dict[str, Range] = dict.fromkeys(
+    (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "global_batch_size",
+        "seed",
+        "num_layers",
+        "hidden_size",
+        "seq_length",
+        "num_experts",
+    ),
+    (1, None),
 )
-
-
-def check_ranges(args: argparse.Namespace) -> None:
-    """Checks numbers that later checks divide by.
-
-    Raises:
-        ValueError: names the flag and its value.
-    """
-    for name in _POSITIVE:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+"""Numbers that later checks divide by, by parser destination."""
 
 
 def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
@@ -185,7 +177,7 @@ def check_attention(args: argparse.Namespace) -> None:
     check_latent(args)
     check_window(args)
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
-    if not args.nsp_cpu and kernel in ("auto", "cuda-varlen") and not is_half:
+    if not args.nsp_cpu and kernel not in ("cpu-flash", "reference") and not is_half:
         raise ValueError(f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16")
 
 

@@ -77,39 +77,43 @@ def shared_load_ns(problem: PassProblem, placement: Placement) -> int:
 def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
     """Leaves handed from the busiest group to the least busy one, until they are equally busy.
 
-    A group is busy for the mean of its ranks, or for what one of them cannot pass on: nodes above
-    the leaves, its longest sample.
+    A group is busy, in each pass, for the mean of its ranks, or for what one of them cannot pass
+    on: nodes above the leaves, its longest sample. Its slower pass counts, measured by the share
+    that the pass has of all work: groups that wait for others in one pass are not done in both.
     """
     group, num_groups = problem.expert_degree, problem.tree.num_ranks // problem.expert_degree
-    own = np.add(*problem.own_ns)
-    work = problem.expert_ns.sum(axis=1)
-    placed = placement.index != UNPLACED
-    above = Placement(
-        placement.column, np.where(placement.column > 0, placement.index, UNPLACED), 0
+    own, work = np.array(problem.own_ns)[:, :, 0], problem.expert_ns.T
+    is_leaf = (placement.column == 0) & (placement.index != UNPLACED)
+    leaves = np.flatnonzero(is_leaf)
+    fixed = _Loads.of(
+        problem, Placement(placement.column, np.where(is_leaf, UNPLACED, placement.index), 0)
     )
-    fixed = _Loads.of(problem, above)
-    fixed_own, shared = fixed.own_ns.sum(axis=0).reshape(-1, group), fixed.group_ns.sum(axis=0)
-    most, total = fixed_own.max(axis=1), fixed_own.sum(axis=1)
-    leaves = np.flatnonzero(placed & (placement.column == 0))
-    group_of = placement.index[leaves] // group
-    leaf_own = own[leaves, 0]
-    total = total + exact_sums(group_of, leaf_own, num_groups)
-    shared = shared + exact_sums(group_of, work[leaves], num_groups)
+    fixed_own = fixed.own_ns.reshape(2, -1, group)
+    most, total, shared = fixed_own.max(axis=2), fixed_own.sum(axis=2), fixed.group_ns
+    group_of, leaf_own = placement.index[leaves] // group, own[:, leaves]
+    moves = (leaf_own + work[:, leaves]) / group
+    for which in range(2):
+        total[which] += exact_sums(group_of, leaf_own[which], num_groups)
+        shared[which] += exact_sums(group_of, work[which, leaves], num_groups)
+    share = (total + shared).sum(axis=1, keepdims=True) / int((total + shared).sum())
     for _ in range(_MOST_HANDED * num_groups):
-        longest = np.zeros(num_groups, dtype=np.int64)
-        np.maximum.at(longest, group_of, leaf_own)
-        busy = np.maximum(np.maximum(total // group, most), longest) + shared // group
+        longest = np.zeros((2, num_groups), dtype=np.int64)
+        for which in range(2):
+            np.maximum.at(longest[which], group_of, leaf_own[which])
+        pass_busy = (np.maximum(np.maximum(total / group, most), longest) + shared / group) / share
+        busy = pass_busy.max(axis=0)
         high, low = int(busy.argmax()), int(busy.argmin())
-        gap = int(busy[high] - busy[low])
+        slower = int(pass_busy[:, high].argmax())
+        gap = float(busy[high] - busy[low])
         own_leaves = np.flatnonzero(group_of == high)
-        moves = (leaf_own[own_leaves] + work[leaves[own_leaves]]) // group
-        fits = moves < gap
+        gained = moves[slower, own_leaves] / share[slower]
+        fits = gained < gap
         if gap < _EVEN * busy[high] or not fits.any():
             break
-        chosen = own_leaves[np.where(fits, np.abs(2 * moves - gap), _NEVER).argmin()]
+        chosen = own_leaves[np.where(fits, np.abs(2 * gained - gap), np.inf).argmin()]
         for where, sign in ((high, -1), (low, 1)):
-            total[where] += sign * leaf_own[chosen]
-            shared[where] += sign * work[leaves[chosen]]
+            total[:, where] += sign * leaf_own[:, chosen]
+            shared[:, where] += sign * work[:, leaves[chosen]]
         group_of[chosen] = low
     index = placement.index.copy()
     index[leaves] = group_of * group

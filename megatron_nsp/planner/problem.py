@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.bounds import lower_bound_us
+from megatron_nsp.planner.bounds import lower_bound_us, work_bound_us
 from megatron_nsp.planner.score import SampleTimes
 from megatron_nsp.tree import SPTree
 
@@ -31,7 +31,7 @@ class PassProblem:
         total_ns: `[n, K+1]` both passes.
         latency_ns: `[K+1]` what an active node adds to each of its ranks in one pass.
         token_budget: the most tokens a rank may hold; None = no limit.
-        bound_us: lower bound of the load, without bias and node latency.
+        bound_us: a lower bound of the load, without bias and node latency.
         expert_ns: `[n, 2]` work of each sample's experts in both passes, on one rank.
         shares_experts: `[K+1]` whether nodes of a degree share that work with a whole group.
         expert_degree: ranks of an expert-parallel group.
@@ -72,6 +72,9 @@ class PassProblem:
         expert_ns = np.zeros((len(times.lengths), 2), dtype=np.int64)
         if times.expert_us is not None:
             expert_ns = np.rint(times.expert_us * 1000.0).astype(np.int64)
+        # The tighter bound saves time only where experts are shared, and the second search with it.
+        is_shared = bool(times.shares_experts.any())
+        bound_us = (lower_bound_us if is_shared else work_bound_us)(times, token_budget)
         return cls(
             tree=times.tree,
             lengths=times.lengths,
@@ -80,7 +83,7 @@ class PassProblem:
             total_ns=fwd_ns + bwd_ns,
             latency_ns=np.rint(times.latency_us * 1000.0).astype(np.int64),
             token_budget=token_budget,
-            bound_us=lower_bound_us(times, token_budget),
+            bound_us=bound_us,
             expert_ns=expert_ns,
             shares_experts=times.shares_experts,
             expert_degree=times.expert_degree,

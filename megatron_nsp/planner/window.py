@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_nsp.plan import CARRIED, IntArray, Plan
+from megatron_nsp.planner.bounds import lower_bound_us
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.passes import Assignment, Batch
-from megatron_nsp.planner.policies import BatchPolicy, is_hopeless, policies_of, portfolio_of
+from megatron_nsp.planner.policies import BatchPolicy, Rival, policies_of, portfolio_of
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.tree import SPTree
 
@@ -93,7 +94,8 @@ def plan_batch(
         token_balance: a budget of this many times a rank's mean tokens, if that is less.
         num_micro_batches: passes of the step; None = as many as needed.
         policy: 'auto' (best of search and portfolio), or a policy by name, 'search' among them.
-        compares_all: work out all of the portfolio, also what a lower bound rules out.
+        compares_all: work out all of the portfolio, also what a lower bound rules out, and the
+            tightest lower bound.
         more_policies: further policies by name; not in the portfolio.
 
     Raises:
@@ -118,19 +120,18 @@ def plan_batch(
     for other, (_, other_score) in rivals.items():
         if other_score.load_us < score.load_us:
             chosen, (best, score) = other, rivals[other]
-    plan = best.plan(batch, order, passes)
     report = PlanReport(
         policy=chosen,
         load_us=score.load_us,
         load_no_latency_us=score.load_no_latency_us,
-        bound_us=kept_batch.problem.bound_us + passes * cost.profile.bias_us,
+        bound_us=_bound_us(kept_batch, compares_all) + passes * cost.profile.bias_us,
         search_load_us=search_load_us,
         policies={other: other_score.load_us for other, (_, other_score) in rivals.items()},
         infeasible=tuple(other for other in others if other not in rivals),
         num_passes=best.num_passes,
         plan_ms=(time.perf_counter() - start_s) * 1e3,
     )
-    return PlanResult(plan, score, report)
+    return PlanResult(best.plan(batch, order, passes), score, report)
 
 
 def balanced_budget(
@@ -151,11 +152,18 @@ def balanced_budget(
     return budget if token_budget is None else min(budget, token_budget)
 
 
+def _bound_us(batch: Batch, is_tightest: bool) -> float:
+    """The lower bound, without bias; the search's own where there is no time for the tightest."""
+    return (
+        lower_bound_us(batch.times, batch.token_budget) if is_tightest else batch.problem.bound_us
+    )
+
+
 def _rivals(
     batch: Batch,
     kept: IntArray,
     max_passes: int,
-    others: Mapping[str, BatchPolicy],
+    others: Mapping[str, Rival],
     to_beat_us: float,
 ) -> dict[str, tuple[Assignment, PlanScore]]:
     """What those of the other policies that place all of the kept samples make of them, by name.
@@ -164,7 +172,7 @@ def _rivals(
     """
     kept_batch, rivals = batch.take(kept), {}
     for name, policy in others.items():
-        if is_hopeless(name, kept_batch, to_beat_us):
+        if policy.bound_us(kept_batch) >= to_beat_us:
             continue
         try:
             assignment = policy(kept_batch, max_passes)

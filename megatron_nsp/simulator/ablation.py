@@ -3,7 +3,8 @@
 * recompute: no node keeps its attention output;
 * overlap: a node ends before the next begins;
 * router: samples go to nodes greedily, by Algorithm 1 with a beam of one state;
-* cost model: plans are made by forward attention alone, exchanges and dense work cost nothing.
+* cost model: plans are made by forward attention alone, exchanges and dense work cost nothing; a
+  profile that holds one model's fitted times has no such parts, so there it cannot be taken away.
 """
 
 from collections.abc import Sequence
@@ -21,14 +22,29 @@ from megatron_nsp.planner.profile import AttentionRate
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.simulator.compare import Setting, planned, simulate_with_marks
 
-FULL = "full"
+FULL, COST_MODEL = "full", "cost model"
 GREEDY = "greedy"
 _GREEDY_RULES = Algorithm1(prefix_size=64, beam_width=1)
 _UNLIMITED = 1e30
 
 
+def kept_whole(cost: CostModel) -> dict[str, str]:
+    """The components that cannot be taken away, and why."""
+    if cost.profile.fitted is None:
+        return {}
+    return {
+        COST_MODEL: f"profile {cost.profile.name} holds one model's fitted times, not their parts"
+    }
+
+
 def attention_only(cost: CostModel) -> CostModel:
-    """A cost model that sees the forward pass of attention alone."""
+    """A cost model that sees the forward pass of attention alone.
+
+    Raises:
+        ValueError: the profile is fitted; see `kept_whole`.
+    """
+    for component, why in kept_whole(cost).items():
+        raise ValueError(f"the {component} cannot be taken away: {why}")
     profile = replace(
         cost.profile,
         attention={
@@ -50,9 +66,11 @@ def _place_greedily(problem: PassProblem) -> Placement:
 
 
 def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArray]:
-    """`[batches]` time of each step in microseconds, by what is missing; 'full' is nothing."""
+    """`[batches]` time of each step in microseconds, by what is missing; 'full' is nothing.
+
+    Components that `kept_whole` names are left out.
+    """
     greedy = {GREEDY: by_passes(_place_greedily)}
-    blind = attention_only(setting.cost)
     nested = [planned(lengths, "auto", setting) for lengths in batches]
     plain = replace(setting, iteration=replace(setting.iteration, overlap=False))
     routed = [planned(each, GREEDY, setting, more_policies=greedy) for each in batches]
@@ -61,8 +79,11 @@ def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArra
         "recompute": (replace(setting, save_bytes=0.0), nested),
         "overlap": (plain, nested),
         "router": (setting, routed),
-        "cost model": (setting, [planned(each, "search", setting, blind) for each in batches]),
     }
+    if COST_MODEL not in kept_whole(setting.cost):
+        blind = attention_only(setting.cost)
+        plans = [planned(each, "search", setting, blind) for each in batches]
+        variants[COST_MODEL] = setting, plans
     return {
         name: np.array([simulate_with_marks(plan, how).step_us for plan in plans])
         for name, (how, plans) in variants.items()

@@ -117,7 +117,7 @@ def simulate_with_marks(plan: Plan, setting: Setting) -> Breakdown:
     Marks save recomputation by tree level; static and disjoint plans get the same budget.
     """
     iteration = setting.iteration
-    if iteration.recompute != "none" and setting.save_bytes > 0:
+    if setting.cost.recompute != "none" and setting.save_bytes > 0:
         saved = mark_saved(plan, setting.cost.shape, setting.save_bytes)
         iteration = replace(iteration, saved=saved)
     return simulate_plan(plan, setting.cost, iteration)

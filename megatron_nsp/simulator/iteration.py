@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner.cost import RECOMPUTE, CostModel
+from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.schedule import Pass
 from megatron_nsp.simulator.attention import Clocks, run_attention
@@ -24,32 +24,19 @@ from megatron_nsp.simulator.network import ActivePaths, active_paths
 
 @dataclass(frozen=True)
 class IterationSettings:
-    """How a step is executed.
+    """How a step is executed; what backward runs again is the cost model's to say.
 
     Attributes:
         overlap: stream communication under compute.
-        recompute: 'none', 'attention' (core attention) or 'full' (whole layers) in backward.
         saved: samples whose attention is not recomputed; None = all are.
         gather_us: time in which all ranks gather one layer's parameters; 0 = not sharded.
         scatter_us: time in which they scatter its gradients.
     """
 
     overlap: bool = True
-    recompute: str = "none"
     saved: SavedSamples | None = None
     gather_us: float = 0.0
     scatter_us: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses policies that do not exist.
-
-        Raises:
-            ValueError: names the policies.
-        """
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(
-                f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute}"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +105,7 @@ class _Run:
         """Forward and backward of one micro-batch."""
         paths = active_paths(self.plan, number, self.cost)
         recomputed, saved = paths, self.settings.saved
-        if saved is not None and self.settings.recompute != "none":
+        if saved is not None and self.cost.recompute != "none":
             recomputed = active_paths(saved.recomputed(self.plan), number, self.cost)
         layers = self.cost.shape.num_layers
         for pass_ in Pass:
@@ -166,10 +153,10 @@ class _Run:
         return paths.tokens * own_us + shared_us
 
     def _recompute(self, paths: ActivePaths, recomputed: ActivePaths) -> None:
-        if self.settings.recompute == "none":
+        if self.cost.recompute == "none":
             return
         busy_us = run_attention(recomputed, Pass.FWD, self.clocks, self.settings.overlap)
-        if self.settings.recompute == "full":
+        if self.cost.recompute == "full":
             busy_us = busy_us + self._run_dense(paths, Pass.FWD)
         self.recompute_us += busy_us
 

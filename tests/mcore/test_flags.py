@@ -1,5 +1,6 @@
 """Flags that cannot be used: one clear line, before any process group or Megatron assert."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,10 @@ BAD = {
     "--context-parallel-size 2": "--context-parallel-size must be 1",
     "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of --data-pa"
     "th, 512 tokens, puts 256 on a rank at the largest degree 2",
-    "--nsp-token-budget 0": "--nsp-token-budget must be at least 1, got 0",
-    "--nsp-batch-tokens -5": "--nsp-batch-tokens must be at least 1, got -5",
-    "--nsp-batch-tokens 100000000000000000000": "--nsp-batch-tokens must be at most 2147483647, go",
-    "--nsp-token-budget 3000000000": "--nsp-token-budget must be at most 2147483647, got 3",
+    "--nsp-token-budget 0": "--nsp-token-budget must be 1 to 2147483647, got 0",
+    "--nsp-batch-tokens -5": "--nsp-batch-tokens must be 1 to 2147483647, got -5",
+    "--nsp-batch-tokens 100000000000000000000": "--nsp-batch-tokens must be 1 to 2147483647, got 1",
+    "--nsp-token-budget 3000000000": "--nsp-token-budget must be 1 to 2147483647, got 3",
     "--nsp-plan-ahead -1": "--nsp-plan-ahead must be at least 0, got -1",
     "--nsp-over-long drop": "--nsp-over-long must be one of filter, error, got drop",
     "--nsp-max-length 400 --nsp-over-long error": "512 tokens, over --nsp-max-length 400; 1 of",
@@ -38,6 +39,8 @@ BAD = {
     "--nsp-input-layout static:4": "--nsp-input-layout static:4: degree 4 does not divide the 6",
     "--nsp-kernel triton": "--nsp-kernel must be one of auto, .*, got triton",
     "--nsp-kernel cuda-varlen": "--nsp-kernel cuda-varlen runs on cuda tensors",
+    "--nsp-kernel flash-attn-3": "--nsp-kernel flash-attn-3 runs on cuda tensors",
+    "--nsp-kernel te-module": "--nsp-kernel te-module runs on cuda tensors",
     "--nsp-profile nowhere": "nowhere",
     "--num-experts 4 --moe-aux-loss-coeff 0.01": "--moe-aux-loss-coeff must be 0, got",
     "--num-experts 4 --moe-router-load-balancing-type sinkhorn": "sinkhorn cannot be used",
@@ -74,6 +77,7 @@ BAD = {
     "--mtp-num-layers 1": "--mtp-num-layers is not supported yet, got 1",
     "--num-experts 4 --sequence-parallel --pipeline-model-parallel-size 2": "later stages would",
     "--eval-iters 2 --valid-data-path x": "--eval-iters 2 needs .* and --train-data-path in place",
+    "--num-attention-heads 0": "--num-attention-heads must be at least 1, got 0",
     "--num-query-groups 0": "--num-query-groups must be at least 1, got 0",
     "--tensor-model-parallel-size 0": "--tensor-model-parallel-size must be at least 1, got 0",
     "--pipeline-model-parallel-size -2": "pipeline-model-parallel-size must be at least 1, got -2",
@@ -125,6 +129,29 @@ def test_bad_flags_give_one_line(monkeypatch: pytest.MonkeyPatch, prefix: Path, 
     with pytest.raises(ValueError, match=BAD[flags]) as caught:
         parse(monkeypatch, [*MODEL, "--data-path", str(prefix), *flags.split()])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn_interface") is not None, reason="flash-attn 3 is here"
+)
+def test_a_missing_kernel_package_gives_one_line(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path
+) -> None:
+    flags = [flag for flag in MODEL if flag != "--nsp-cpu"]
+    flags += ["--bf16", "--data-path", str(prefix), "--nsp-kernel", "flash-attn-3"]
+    with pytest.raises(ValueError, match="needs the package flash_attn_interface") as caught:
+        parse(monkeypatch, flags)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "te", "flash-attn-2"])
+def test_kernels_for_gpus_need_16_bits(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path, kernel: str
+) -> None:
+    flags = [flag for flag in MODEL if flag != "--nsp-cpu"]
+    flags += ["--data-path", str(prefix), "--nsp-kernel", kernel]
+    with pytest.raises(ValueError, match=f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16"):
+        parse(monkeypatch, flags)
 
 
 def test_a_replayed_file_is_never_recorded_over(

@@ -144,23 +144,82 @@ def score_plan(plan: dict, profile: dict) -> Score:
     return Score(load_us, plain_us, ranks)
 
 
-def tightest_bound_us(plan: dict, profile: dict, token_budget: int | None = None) -> float:
-    """The least M whose cheapest admissible work fits P * M, by halving, plus the bias."""
-    lengths = [length for node in plan["nodes"] for length in node["lengths"]]
-    choices = [
-        [
-            (sum(sample_us(length, degree, profile)), degree)
-            for degree in plan["degrees"]
-            if token_budget is None or -(-length // degree) <= token_budget
-        ]
-        for length in lengths
-    ]
-    low, high = 0.0, sum(min(time for time, _ in options) for options in choices) + 1.0
-    for _ in range(200):
+Option = tuple[int, float, float, float, float]
+"""A degree, f and b, and e_f and e_b where a group shares the sample's experts."""
+
+
+def bound_options(plan: dict, profile: dict, token_budget: int | None) -> list[list[Option]]:
+    """The degrees at which each sample fits the token budget."""
+    group, choices = profile["model"]["expert_degree"], []
+    for length in [length for node in plan["nodes"] for length in node["lengths"]]:
+        options = []
+        for d in plan["degrees"]:
+            if token_budget is None or -(-length // d) <= token_budget:
+                fwd_us, bwd_us = sample_us(length, d, profile)
+                shared = profile["fitted"] is None and d < group and group % d == 0
+                work = expert_us(length, profile) if shared else (0.0, 0.0)
+                options.append((d, fwd_us - work[0] / d, bwd_us - work[1] / d, *work))
+        choices.append(options)
+    return choices
+
+
+def least_sum_us(choices: list[list[Option]], limit_us: float, group: int, cost_us) -> float:
+    """The sum of the least costs among degrees at which a rank has time for its sample."""
+    return sum(
+        min(
+            (
+                cost_us(*option)
+                for option in options
+                if option[1] + option[2] + (option[3] + option[4]) / group <= limit_us
+            ),
+            default=float("inf"),
+        )
+        for options in choices
+    )
+
+
+def least_limit_us(needed_us, choices: list[list[Option]], num_ranks: int) -> float:
+    """The least M for which `needed_us(M)`, which falls, is at most P M, by halving."""
+    low, high = 0.0, 1.0 + sum(d * (f + b) + ef + eb for ((d, f, b, ef, eb), *_) in choices)
+    for _ in range(45):
         middle = (low + high) / 2
-        allowed = [[t * d for t, d in options if t <= middle] for options in choices]
-        if all(allowed) and sum(map(min, allowed)) <= plan["num_ranks"] * middle:
-            high = middle
-        else:
-            low = middle
-    return high + plan["num_micro_batches"] * profile["bias_us"]
+        low, high = (low, middle) if needed_us(middle) <= num_ranks * middle else (middle, high)
+    return high
+
+
+def work_bound_us(plan: dict, profile: dict, token_budget: int | None = None) -> float:
+    """The lower bound by work, biases included."""
+    choices = bound_options(plan, profile, token_budget)
+    group = profile["model"]["expert_degree"]
+
+    def needed_us(limit_us: float) -> float:
+        return least_sum_us(choices, limit_us, group, lambda d, f, b, ef, eb: d * (f + b) + ef + eb)
+
+    bias_us = plan["num_micro_batches"] * profile["bias_us"]
+    return least_limit_us(needed_us, choices, plan["num_ranks"]) + bias_us
+
+
+def mixture_bound_us(plan: dict, profile: dict, token_budget: int | None = None) -> float:
+    """The lower bound by mixture, biases included."""
+    group, num_ranks = profile["model"]["expert_degree"], plan["num_ranks"]
+    choices = bound_options(plan, profile, token_budget)
+    leaves = bound_options({**plan, "degrees": [1]}, profile, None)
+    ratios = [b / f for ((_, f, b, _, _),) in leaves]
+    k = min(ratios + [eb / ef for ((*_, ef, eb),) in leaves if ef])
+
+    def needed_us(limit_us: float) -> float:
+        fwd_us = least_sum_us(choices, limit_us, group, lambda d, f, b, ef, eb: d * f + ef)
+        fwd_us /= num_ranks
+        for _ in range(8):
+            offset_us = min(0.0, fwd_us - (limit_us - fwd_us) / k)
+
+            def kept_us(d, f, b, ef, eb, offset_us=offset_us):
+                kept, expert = min(f, b / k), min(ef, eb / k)
+                lack = b / k - kept + (eb / k - expert) / group
+                return d * kept + expert + d * max(0.0, offset_us + lack)
+
+            fwd_us = max(fwd_us, least_sum_us(choices, limit_us, group, kept_us) / num_ranks)
+        return least_sum_us(choices, limit_us, group, lambda *o: kept_us(*o) + o[0] * o[2] + o[4])
+
+    bias_us = plan["num_micro_batches"] * profile["bias_us"]
+    return least_limit_us(needed_us, choices, num_ranks) + bias_us

@@ -10,9 +10,8 @@ import pytest
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
-from megatron_nsp.tree import SPTree
-from tests.unit.planner_cases import cluster, workstation
+from megatron_nsp.planner import CostModel, plan_batch
+from tests.unit.planner_cases import cluster, moe, workstation
 
 
 def best_load_us(lengths: list[int], cost: CostModel, time_limit_s: float) -> tuple[float, float]:
@@ -85,8 +84,7 @@ def test_on_small_instances_nothing_much_better_exists(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_shared_experts_the_best_plan_stays_above_the_bound_too(seed: int) -> None:
-    rng, shape = random.Random(seed), known_model("qwen3-30b-a3b").shape(expert_parallel=2)
-    cost = CostModel(load_profile("h200-ib"), shape, SPTree(4, (1, 2, 4)))
+    rng, cost = random.Random(seed), moe(4, 2, (1, 2, 4))
     lengths = [int(60_000 ** (0.5 + 0.5 * rng.random())) for _ in range(9)]
     result = plan_batch(lengths, cost.tree, cost, policy="search")
     best_us, proved_us = best_load_us(lengths, cost, time_limit_s=20.0)

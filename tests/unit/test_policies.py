@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from megatron_nsp.planner import CostModel, plan_batch, policy_names
 from megatron_nsp.planner.passes import Assignment, Batch
 from megatron_nsp.planner.placement import PassState
-from megatron_nsp.planner.policies import CHEAP, POLICIES, check_can_train
+from megatron_nsp.planner.policies import CHEAP, POLICIES, check_can_train, portfolio_of
 from megatron_nsp.planner.policies.algorithm_1 import Algorithm1, place_algorithm_1
 from megatron_nsp.planner.policies.dynamic_cp import memory_minimum_columns, place_dynamic_cp
 from megatron_nsp.planner.problem import PassProblem
 from megatron_nsp.tree import SPTree
-from tests.unit.planner_cases import cluster, drawn, workstation
+from tests.unit.planner_cases import cluster, drawn, moe, workstation
 
 FOUR = workstation(4, (1, 2, 4))
 EIGHT = workstation(8, (1, 2, 4, 8))
@@ -110,6 +110,26 @@ def test_a_policy_stopped_by_the_clock_cannot_train() -> None:
         check_can_train("flexsp-10s")
     for name in set(POLICIES) - {"flexsp-10s"}:
         check_can_train(name)
+
+
+@pytest.mark.parametrize("cost", [FOUR, cluster(8, 8), moe(8, 4), moe(8, 8, (1, 2))])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_policy_of_the_portfolio_is_below_what_it_says_it_takes(cost, seed: int) -> None:
+    rng = random.Random(seed)
+    drawn_lengths = [int(50_000 ** rng.random()) for _ in range(rng.randint(1, 9))]
+    lengths = np.array(sorted(drawn_lengths, reverse=True))
+    budget = None if seed % 2 else int(lengths[0])
+    batch, num_bounded = Batch(cost.sample_times(lengths), budget), 0
+    for name, policy in portfolio_of(cost.tree).items():
+        try:
+            assignment = policy(batch, len(lengths))
+        except ValueError:
+            continue
+        score = assignment.score(batch.times, assignment.num_passes)
+        least_us = score.load_no_latency_us - assignment.num_passes * score.bias_us
+        assert policy.bound_us(batch) <= least_us * (1 + 1e-9), name
+        num_bounded += policy.bound_us(batch) > 0.5 * least_us
+    assert num_bounded
 
 
 # --- BASP -----------------------------------------------------------------------------------------

@@ -271,6 +271,41 @@ def test_ci_run_makes_the_test_target_from_anywhere(tmp_path):
 # --- scripts/check_files.py -----------------------------------------------------------------------
 
 
+def te_venv(folder, **environment):
+    """Runs a copy of scripts/te_venv.sh."""
+    (folder / "scripts").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copy(ROOT / "scripts" / "te_venv.sh", folder / "scripts")
+    return subprocess.run(
+        ["bash", "scripts/te_venv.sh"],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_transformer_engine_without_a_cuda_toolkit_says_so(tmp_path):
+    done = te_venv(tmp_path, CUDA_HOME="/no/toolkit")
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr == (
+        "te_venv: /no/toolkit/bin/nvcc is not there; set CUDA_HOME to a CUDA 13 toolkit\n"
+    )
+    assert not (tmp_path / ".te-venv").exists()
+
+
+def test_transformer_engine_is_built_once(tmp_path):
+    te_venv(tmp_path, CUDA_HOME="/no/toolkit")
+    files = ["pyproject.toml", "scripts/te_venv.sh"]
+    sums = subprocess.check_output(
+        f"cat {' '.join(files)} | cksum", shell=True, cwd=tmp_path, text=True
+    )
+    (tmp_path / ".te-venv").mkdir()
+    (tmp_path / ".te-venv" / "te.stamp").write_text(f"{tmp_path} {sums}")
+    done = te_venv(tmp_path, CUDA_HOME="/no/toolkit")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.fixture(scope="module")
 def check_files():
     spec = importlib.util.spec_from_file_location("check_files", ROOT / "scripts/check_files.py")

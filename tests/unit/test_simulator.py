@@ -16,6 +16,7 @@ from megatron_nsp.planner.lengths import draw_batch, load_table
 from megatron_nsp.planner.profile import AttentionRate
 from megatron_nsp.schedule import Pass, Phase, Queue, Step, build_schedule
 from megatron_nsp.simulator import IterationSettings, mark_saved, simulate_plan
+from megatron_nsp.simulator.ablation import attention_only
 from megatron_nsp.simulator.compare import aware_of_saving
 from megatron_nsp.simulator.marks import saved_bytes_per_token
 from megatron_nsp.simulator.network import active_paths
@@ -147,9 +148,9 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
                     run_pass(plan, m, cost, pass_, clocks, **how)
                     dense(m, pass_)
                     continue
-                if settings.recompute != "none":
+                if cost.recompute != "none":
                     run_pass(redone, m, cost, Pass.FWD, clocks, **how)
-                if settings.recompute == "full":
+                if cost.recompute == "full":
                     dense(m, Pass.FWD)
                 dense(m, pass_)
                 run_pass(plan, m, cost, pass_, clocks, **how)
@@ -170,14 +171,14 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
         expert_flops_per_token=cost.shape.dense_flops_per_token / 2,
         expert_bytes_per_token=64.0,
     )
-    cost = dataclasses.replace(cost, shape=shape)
+    recompute = rng.choice(("none", "attention", "full"))
+    cost = dataclasses.replace(cost, shape=shape, recompute=recompute)
     lengths = [int(30_000 ** rng.random()) for _ in range(rng.randint(1, 14))]
     plan = random_plan(rng, cost.tree, lengths)
     if seed % 3 == 0:
         plan = plan_batch(lengths, cost.tree, cost, num_micro_batches=2).plan
     settings = IterationSettings(
         overlap=bool(rng.getrandbits(1)),
-        recompute=rng.choice(("none", "attention", "full")),
         saved=mark_saved(plan, shape, rng.choice((0.0, 1e6, 1e12))),
         gather_us=rng.choice((0.0, 300.0)),
         scatter_us=rng.choice((0.0, 500.0)),
@@ -187,9 +188,9 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
 
 
 def test_the_parts_of_a_step_add_up_on_every_rank() -> None:
-    cost = cluster(16, 8)
+    cost = dataclasses.replace(cluster(16, 8), recompute="full")
     plan = random_plan(random.Random(2), cost.tree, [9000, 30, 4000, 12000, 700, 5000])
-    settings = IterationSettings(recompute="full", gather_us=200.0, scatter_us=300.0)
+    settings = IterationSettings(gather_us=200.0, scatter_us=300.0)
     found = simulate_plan(plan, cost, settings)
     parts = ("attention", "dense", "recompute", "exposed", "waited", "sharding", "bias", "idle")
     total = sum(getattr(found, f"{part}_us") for part in parts)
@@ -217,7 +218,7 @@ def test_without_nesting_the_step_is_the_planner_s_prediction() -> None:
 
 
 def test_saving_more_recomputes_less_and_budgets_hold_on_every_rank() -> None:
-    cost = cluster(16, 8)
+    cost = dataclasses.replace(cluster(16, 8), recompute="attention")
     plan = random_plan(random.Random(4), cost.tree, [9000, 30, 4000, 12000, 700, 5000, 60])
     per_token = saved_bytes_per_token(cost.shape)
     before = float("inf")
@@ -229,8 +230,7 @@ def test_saving_more_recomputes_less_and_budgets_hold_on_every_rank() -> None:
             for sample, start, stop in rank_layout(plan, rank).segments:
                 held[rank] += (stop - start) * int(marks.is_saved[sample])
         assert marks.rank_bytes == pytest.approx(max(held) * per_token)
-        settings = IterationSettings(recompute="attention", saved=marks)
-        redone = float(simulate_plan(plan, cost, settings).recompute_us.sum())
+        redone = float(simulate_plan(plan, cost, IterationSettings(saved=marks)).recompute_us.sum())
         assert redone <= before
         before = redone
     assert before == 0.0
@@ -288,7 +288,7 @@ def test_attention_is_timed_by_its_length() -> None:
 
 def test_unknown_recomputation_is_refused() -> None:
     with pytest.raises(ValueError, match="recompute must be one of none, attention, full, got all"):
-        IterationSettings(recompute="all")
+        dataclasses.replace(cluster(4, 4), recompute="all")
 
 
 def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,12 +312,28 @@ def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(missing) == ["full", "recompute", "overlap", "router", "cost model"]
     assert missing["full"] == sum(rows["auto"]["step_us"]) == min(missing.values())
     assert missing["recompute"] > missing["full"] < missing["cost model"]
+    assert data["not_ablated"] == {}
     best = min(row["step_us"] for name, row in rows.items() if name.startswith("static"))
     assert sum(best) >= sum(rows[reference]["step_us"])
     assert all("does not fit the token budget" in why for why in data["failed"].values())
     assert main(words.replace("--json ", "").split()) == 0
     text = capsys.readouterr().out
     assert "predictions, not measurements" in text and f"speed-up over {reference}" in text
+
+
+def test_fitted_times_have_no_cost_model_to_take_away(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate --lengths wikipedia --ranks 8 --batches 1 --batch-tokens 60K --max-len 16K"
+    words += " --profile flexsp-gpt-7b-a100 --policies two-level --ablation"
+    why = "profile flexsp-gpt-7b-a100 holds one model's fitted times, not their parts"
+    data = run_json(f"{words} --json", capsys)
+    assert list(data["ablation"]) == ["full", "recompute", "overlap", "router"]
+    assert data["not_ablated"] == {"cost model": why}
+    assert main(words.split()) == 0
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("cost model")]
+    assert line.split(maxsplit=2)[2] == f"cannot be taken away: {why}"
+    fitted = CostModel(load_profile("flexsp-gpt-7b-a100"), SMALL, SPTree(2, (1, 2)))
+    with pytest.raises(ValueError, match="the cost model cannot be taken away: profile flexsp"):
+        attention_only(fitted)
 
 
 def run_json(words: str, capsys: pytest.CaptureFixture[str]) -> dict:
@@ -374,8 +390,7 @@ def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
             lengths = draw_batch(load_table("wikipedia"), 500_000, 100_000, seed).lengths
             plan = plan_batch(lengths, tree, known, policy="search").plan
             marks = mark_saved(plan, cost.shape, 12e9)
-            settings = IterationSettings(recompute="full", saved=marks)
-            total += simulate_plan(plan, cost, settings).step_us
+            total += simulate_plan(plan, cost, IterationSettings(saved=marks)).step_us
         steps.append(total)
     assert steps[1] < 0.995 * steps[0]
 

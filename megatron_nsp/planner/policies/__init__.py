@@ -6,16 +6,21 @@ A policy is one of two kinds:
   for it, under the token budget;
 * a `BatchPolicy` spreads the batch over passes by itself.
 
-`POLICIES` holds those that do not depend on the tree; the static ones are made for each degree.
+A policy of the portfolio also says what it cannot beat (`Rival`), so that it need not be worked out
+where the search is better for sure. `POLICIES` holds those that do not depend on the tree; the
+static ones are made for each degree.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.bounds import lower_bound_us
+from megatron_nsp.planner.bounds import work_bound_us
 from megatron_nsp.planner.evening import evened
 from megatron_nsp.planner.experts import search_with_experts
-from megatron_nsp.planner.passes import Batch, BatchPolicy, PassPolicy, by_passes
+from megatron_nsp.planner.passes import Assignment, Batch, BatchPolicy, PassPolicy, by_passes
 from megatron_nsp.planner.placement import Placement
 from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
 from megatron_nsp.planner.policies.basp import plan_basp
@@ -34,8 +39,8 @@ __all__ = [
     "CHEAP",
     "BatchPolicy",
     "PassPolicy",
+    "Rival",
     "check_can_train",
-    "is_hopeless",
     "policies_of",
     "portfolio_of",
 ]
@@ -58,9 +63,6 @@ POLICIES: dict[str, BatchPolicy] = {
 }
 """Policies by name."""
 
-CHEAP = ("two-level", "disjoint-lpt", "megatron-dynamic-cp", "basp")
-"""Those that belong to the portfolio, beside static sequence parallelism at every degree."""
-
 TIMED = ("flexsp-10s",)
 """Those that the clock stops: two ranks would make different plans of one batch."""
 
@@ -77,14 +79,69 @@ def check_can_train(name: str) -> None:
         solver_modules()
 
 
-def _static(degree: int) -> BatchPolicy:
-    return by_passes(lambda problem: place_static(problem, degree))
+Bound = Callable[[Batch], float]
+"""Microseconds, without bias, that a policy's step takes at least."""
 
 
-def portfolio_of(tree: SPTree) -> dict[str, BatchPolicy]:
+@dataclass(frozen=True)
+class Rival:
+    """A policy of the portfolio; a `BatchPolicy` itself.
+
+    Attributes:
+        place: the policy.
+        bound_us: what its steps take at least; 0 if nothing is known.
+    """
+
+    place: BatchPolicy
+    bound_us: Bound = lambda batch: 0.0
+
+    def __call__(self, batch: Batch, max_passes: int) -> Assignment:
+        """Places a batch."""
+        return self.place(batch, max_passes)
+
+
+def _static(degree: int) -> Rival:
+    def bound_us(batch: Batch) -> float:
+        k = batch.times.tree.degrees.index(degree)
+        return _bound_at_us(batch.times, np.full(len(batch.lengths), k))
+
+    return Rival(by_passes(lambda problem: place_static(problem, degree)), bound_us)
+
+
+def _two_level_bound_us(batch: Batch) -> float:
+    """The bound over its two degrees; of fewer than three it is the search's, which says little."""
+    last = len(batch.times.tree.degrees) - 1
+    return work_bound_us(batch.times.at_degrees((0, last))) if last > 1 else 0.0
+
+
+def _dynamic_cp_bound_us(batch: Batch) -> float:
+    fits = batch.problem.fits_alone()
+    return _bound_at_us(batch.times, fits.argmax(axis=1)) if fits.any(axis=1).all() else 0.0
+
+
+def _bound_at_us(times: SampleTimes, column: IntArray) -> float:
+    """Mean work of a rank, or the longest sample, of samples at these degrees."""
+    rows, degrees = np.arange(len(column)), np.array(times.tree.degrees)[column]
+    sample_us = times.fwd_us[rows, column] + times.bwd_us[rows, column]
+    work_us = float((sample_us * degrees).sum())
+    if times.expert_us is not None:
+        others = np.where(times.shares_experts[column], 1 / degrees - 1 / times.expert_degree, 0.0)
+        sample_us = sample_us - times.expert_us.sum(axis=1) * others
+    return max(work_us / times.tree.num_ranks, float(sample_us.max(initial=0.0)))
+
+
+CHEAP = {
+    "two-level": Rival(POLICIES["two-level"], _two_level_bound_us),
+    "disjoint-lpt": Rival(POLICIES["disjoint-lpt"]),
+    "megatron-dynamic-cp": Rival(POLICIES["megatron-dynamic-cp"], _dynamic_cp_bound_us),
+    "basp": Rival(POLICIES["basp"]),
+}
+"""Those of the portfolio, beside static sequence parallelism at every degree."""
+
+
+def portfolio_of(tree: SPTree) -> dict[str, Rival]:
     """The policies that the search must not lose to, by name."""
-    static = {f"static-{degree}": _static(degree) for degree in tree.degrees}
-    return static | {name: POLICIES[name] for name in CHEAP}
+    return {f"static-{degree}": _static(degree) for degree in tree.degrees} | CHEAP
 
 
 def policies_of(tree: SPTree) -> dict[str, BatchPolicy]:
@@ -93,37 +150,4 @@ def policies_of(tree: SPTree) -> dict[str, BatchPolicy]:
     'leaves' and 'root' are static at the two ends, and 'dp', data parallel only, is 'leaves'.
     """
     ends = {"leaves": _static(1), "dp": _static(1), "root": _static(tree.max_degree)}
-    return {"search": POLICIES["search"]} | portfolio_of(tree) | POLICIES | ends
-
-
-def is_hopeless(name: str, batch: Batch, load_us: float) -> bool:
-    """Whether a lower bound shows that a policy of the portfolio cannot beat a load.
-
-    Policies that choose degrees by themselves are bounded by their mean work and their longest
-    sample, two levels by the bound over their two degrees; of other policies nothing is known.
-
-    Args:
-        name: the policy.
-        batch: the samples.
-        load_us: load to beat, without bias.
-    """
-    times = batch.times
-    if name.startswith("static-"):
-        column = times.tree.degrees.index(int(name.removeprefix("static-")))
-        return _bound_at_us(times, np.full(len(times.lengths), column)) >= load_us
-    if name == "megatron-dynamic-cp":
-        fits = batch.problem.fits_alone()
-        return bool(fits.any(axis=1).all()) and (
-            _bound_at_us(times, fits.argmax(axis=1)) >= load_us
-        )
-    if name == "two-level" and len(times.tree.degrees) > 2:
-        return lower_bound_us(times.at_degrees((0, len(times.tree.degrees) - 1))) >= load_us
-    return False
-
-
-def _bound_at_us(times: SampleTimes, column: IntArray) -> float:
-    """Mean work of a rank, or the longest sample, of samples at these degrees."""
-    rows = np.arange(len(column))
-    sample_us = times.fwd_us[rows, column] + times.bwd_us[rows, column]
-    work_us = float((sample_us * np.array(times.tree.degrees)[column]).sum())
-    return max(work_us / times.tree.num_ranks, float(sample_us.max(initial=0.0)))
+    return {"search": POLICIES["search"], **portfolio_of(tree), **POLICIES, **ends}

@@ -18,13 +18,12 @@ more than 4 further micro-batches are tried as long as no m has worked, and what
 carried, the shortest samples first.
 """
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
 from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.bounds import lower_bound_us
+from megatron_nsp.planner.bounds import least_limit_us
 from megatron_nsp.planner.passes import Assignment, Batch
 from megatron_nsp.planner.placement import Placement
 from megatron_nsp.planner.policies.flexsp_buckets import micro_batch_starts
@@ -123,7 +122,9 @@ def _solve(
 
 def _bound_us(batch: Batch) -> float:
     """Lower bound of a micro-batch at the degrees on offer; infinite where none fits a sample."""
-    offered = offered_columns(len(batch.times.tree.degrees))
-    fwd_us = batch.times.fwd_us.copy()
-    fwd_us[:, : offered.start] = np.inf
-    return lower_bound_us(dataclasses.replace(batch.times, fwd_us=fwd_us), batch.token_budget)
+    degrees = batch.problem.degrees[:, None]
+    sample_us = (batch.times.fwd_us + batch.times.bwd_us).T
+    is_offered = batch.problem.fits_alone().T
+    is_offered[: offered_columns(len(degrees)).start] = False
+    allowed_us = np.where(is_offered, sample_us, np.inf)
+    return least_limit_us(allowed_us, sample_us * degrees, batch.times.tree.num_ranks)
