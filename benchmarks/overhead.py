@@ -41,7 +41,7 @@ def worker() -> None:
     import torch
     from megatron.training import training
 
-    from megatron_nsp.kernels import AttentionMask, SampleBounds
+    from megatron_nsp.kernels import SampleBounds
     from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
     from megatron_nsp.mcore import pretrain, spec
     from megatron_nsp.mcore.data import MicroBatch
@@ -73,8 +73,7 @@ def worker() -> None:
         if not isinstance(params, PlainSeqParams):
             return nested_forward(self, query, key, value, *args, **kw)
         qkv = (x.squeeze(1) for x in (query, key, value))
-        mask = AttentionMask(self.softmax_scale)
-        return PlainAttention.apply(*qkv, params.samples, mask).flatten(1).unsqueeze(1)
+        return PlainAttention.apply(*qkv, params.samples, self.mask).flatten(1).unsqueeze(1)
 
     spec.NestedCoreAttention.forward = core_attention
 

@@ -1,51 +1,127 @@
 """The model: Megatron's own configuration with nested attention and rotary by position."""
 
 import argparse
+import copy
 from dataclasses import replace
 from typing import Any
 
-from megatron.training.argument_utils import gpt_config_from_args
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models.gpt import default_layer_spec
 
+from megatron_nsp.mcore.check_layers import ATTENTION_LAYERS, hybrid_layers
 from megatron_nsp.mcore.rope import use_positions
-from megatron_nsp.mcore.spec import nested_spec, output_stays
+from megatron_nsp.mcore.spec import (
+    exchange_core_attention,
+    layer_window,
+    nested_spec,
+    output_stays,
+)
 from megatron_nsp.planner.cost import ModelShape
 from megatron_nsp.planner.models import Model
 from megatron_nsp.planner.saving import kept_output
 from megatron_nsp.recompute import KeptOutput
 
 
-def gpt_config(args: argparse.Namespace) -> Any:
-    """Megatron's GPTModelConfig of validated arguments, with nested attention."""
+def model_config(args: argparse.Namespace) -> Any:
+    """Megatron's configuration of the model of validated arguments, with nested attention.
+
+    A HybridModelConfig where `--hybrid-layer-pattern` is set, a GPTModelConfig otherwise.
+
+    Raises:
+        ValueError: `--spec` cannot be imported, or the model's modules are not installed.
+    """
     # Micro-batches differ in what stages send. Set here, because Megatron resets it while it
     # validates arguments, and only where it matters: it asks for a MoE dispatcher without MoE too.
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
-    config = gpt_config_from_args(args)
-    config.transformer_layer_spec = nested_spec(config.transformer_layer_spec or default_layer_spec)
+    is_hybrid = args.hybrid_layer_pattern is not None
+    config = hybrid_config_from_args(args) if is_hybrid else gpt_config_from_args(args)
+    spec = config.hybrid_stack_spec if is_hybrid else config.transformer_layer_spec
+    if spec is None and args.spec is not None:
+        raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported")
+    if not is_hybrid:
+        config.transformer_layer_spec = nested_spec(spec or default_layer_spec)
+    elif spec is None and not HAVE_TE:
+        raise ValueError(
+            "--hybrid-layer-pattern needs Transformer Engine, which is not installed, or --spec "
+            "with a stack of other modules"
+        )
+    else:
+        spec = copy.deepcopy(hybrid_stack_spec) if spec is None else spec
+        config.hybrid_stack_spec = exchange_core_attention(spec)
     config.pre_wrap_hooks.append(use_positions)
     return config
 
 
 def model_of(args: argparse.Namespace) -> Model:
     """The model that validated Megatron arguments describe."""
-    is_moe = bool(args.num_experts)
+    is_moe, is_latent = bool(args.num_experts), args.multi_latent_attention
     heads = args.num_attention_heads
+    windows = layer_windows(args)
+    layers, mlps, experts = layer_counts(args)
+    ffn_hidden, shared_width = args.ffn_hidden_size * mlps, 0
+    if is_moe:
+        shared_width = (args.moe_shared_expert_intermediate_size or 0) * experts + ffn_hidden
+        ffn_hidden = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * experts
     return Model(
         name="this model",
         source="Megatron's arguments",
-        num_layers=args.num_layers,
+        num_layers=layers,
         hidden=args.hidden_size,
         num_heads=heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
-        head_dim=args.kv_channels,
-        ffn_hidden=(args.moe_ffn_hidden_size if is_moe else None) or args.ffn_hidden_size,
+        head_dim=args.qk_head_dim + args.qk_pos_emb_head_dim if is_latent else args.kv_channels,
+        ffn_hidden=ffn_hidden // layers,
         vocab_size=args.padded_vocab_size,
         num_experts=args.num_experts or 0,
         top_k=args.moe_router_topk,
-        shared_width=(args.moe_shared_expert_intermediate_size or 0) if is_moe else 0,
+        shared_width=shared_width // layers,
         is_gated=args.swiglu,
         is_tied=not args.untie_embeddings_and_output_weights,
+        value_dim=args.v_head_dim if is_latent else None,
+        projections=latent_projections(args) if is_latent else None,
+        num_windowed_layers=len(windows),
+        window_left=max(windows, default=0),
     )
+
+
+def layer_windows(args: argparse.Namespace) -> list[int]:
+    """The window of every layer that has one: most tokens before itself that a token sees."""
+    pattern = hybrid_layers(args) or ATTENTION_LAYERS[0] * args.num_layers
+    windows = [
+        layer_window(args, number)
+        for number, kind in enumerate(pattern, 1)
+        if kind in ATTENTION_LAYERS
+    ]
+    return [window for window in windows if window is not None]
+
+
+def layer_counts(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Layers with attention, with an MLP and with experts; those of the largest pipeline stage.
+
+    Megatron deals layers to stages by their number, so that stages of a hybrid model may hold
+    unequal shares of a kind; each kind is counted as if all stages had as many as the fullest.
+    """
+    pattern = hybrid_layers(args)
+    if not pattern:
+        experts = args.num_layers if args.num_experts else 0
+        return args.num_layers, args.num_layers - experts, experts
+    stages = args.pipeline_model_parallel_size
+    counts = (sum(pattern.count(kind) for kind in kinds) for kinds in (ATTENTION_LAYERS, "-", "E"))
+    layers, mlps, experts = (-(-count // stages) * stages for count in counts)
+    return layers, mlps, experts
+
+
+def latent_projections(args: argparse.Namespace) -> int:
+    """Parameters of one layer's projections in latent attention."""
+    hidden, heads, rank = args.hidden_size, args.num_attention_heads, args.kv_lora_rank
+    query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    compressed = args.q_lora_rank
+    parameters = hidden * query if compressed is None else compressed * (hidden + query)
+    parameters += hidden * (rank + args.qk_pos_emb_head_dim)
+    parameters += rank * heads * (args.qk_head_dim + args.v_head_dim)
+    return int(parameters + heads * args.v_head_dim * hidden)
 
 
 def recomputed(args: argparse.Namespace) -> str:

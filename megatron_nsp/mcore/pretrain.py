@@ -33,7 +33,7 @@ from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import per_token_loss
-from megatron_nsp.mcore.model import gpt_config
+from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
 from megatron_nsp.step_planner import PlannedStep
@@ -247,7 +247,7 @@ def main() -> None:
     """
     try:
         args, job = parse_job()
-        model = gpt_config(args)  # Megatron checks the model's own flags here
+        model = model_config(args)  # Megatron checks the model's own flags here
     except ValueError as error:
         refuse(error)
     megatron_fixes.apply()

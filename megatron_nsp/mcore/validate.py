@@ -10,6 +10,7 @@ from dataclasses import replace
 from megatron_nsp.config import NSPConfig, Range, build_tree, flag
 from megatron_nsp.input_layout import static_groups
 from megatron_nsp.kernels import AttentionKernel, require_lse
+from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_window
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.model import recomputed_layers
 from megatron_nsp.planner.profile import Profile
@@ -132,14 +133,10 @@ def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
 # Parser destination -> the one value that is allowed, and what to say of another.
 _REFUSED: dict[str, tuple[object, str]] = {
     "attention_dropout": (0.0, "--attention-dropout must be 0"),
-    "multi_latent_attention": (False, "--multi-latent-attention is not supported yet"),
     "mtp_num_layers": (None, "--mtp-num-layers is not supported yet"),
-    "window_size": (None, "--window-size is not supported yet"),
-    "softmax_type": ("vanilla", "--softmax-type must be vanilla"),
     "experimental_attention_variant": (None, "--experimental-attention-variant is not supported"),
     "qk_clip": (False, "--qk-clip is not supported: it needs the largest attention score"),
     "log_max_attention_logit": (False, "--log-max-attention-logit is not supported"),
-    "fused_single_qkv_rope": (False, "--fused-single-qkv-rope cannot rotate by position"),
     "cuda_graph_impl": ("none", "--cuda-graph-impl must be none: boundaries change every step"),
     "enable_cuda_graph": (
         False,
@@ -173,11 +170,16 @@ def check_attention(args: argparse.Namespace) -> None:
         value = getattr(args, name, allowed)
         if value != allowed and value is not None:
             raise ValueError(f"{message}, got {value}")
-    if args.position_embedding_type not in ("rope", "none", "learned_absolute"):
+    if args.position_embedding_type not in ("rope", "yarn", "none", "learned_absolute"):
         raise ValueError(
-            "--position-embedding-type must be rope, learned_absolute or none, got "
+            "--position-embedding-type must be rope, yarn, learned_absolute or none, got "
             f"{args.position_embedding_type}"
         )
+    if args.attention_backend.name == "local":
+        raise ValueError("--attention-backend local would take nested attention out of the model")
+    check_hybrid(args)
+    check_latent(args)
+    check_window(args)
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
     if not args.nsp_cpu and kernel not in ("cpu-flash", "reference") and not is_half:
         raise ValueError(f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16")

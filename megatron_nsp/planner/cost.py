@@ -1,11 +1,13 @@
 """The cost model: what a sample costs at each degree, phase by phase (NSP paper, section 4.1.2).
 
 Per layer and pass a node runs a prologue and an epilogue (all-to-all) and a compute phase. A sample
-of L tokens at degree d, H query and K key/value heads of D elements, Kd = max(K // d, 1):
+of L tokens at degree d, H query and K key/value heads of D elements, V of values, Kd = max(K // d,
+1) and W = H/d D + Kd (D + V) of q, k and v:
 
-    compute    2 L^2 H D / d flops forward (causal), 2.5 times that backward
-    prologue   L/d (d-1) (H/d + 2 Kd) D elements sent forward (q, k, v), L/d (d-1) H/d D backward
-    epilogue   (L - L/d) H/d D elements forward (the output), (L - L/d) (H/d + 2 Kd) D backward
+    compute    L^2 H (D + V) / d flops forward (causal; less in layers with a window), 2.5 times
+               that backward
+    prologue   L/d (d-1) W elements sent forward (q, k, v), L/d (d-1) H/d V backward
+    epilogue   (L - L/d) H/d V elements forward (the output), (L - L/d) W backward
     dense      L/d tokens of projections, MLP and output layer, backward twice the forward
     experts    L/d tokens to their experts and back, the same backward; a node smaller than the
                expert-parallel group shares this work with all of the group's ranks

@@ -84,12 +84,14 @@ def state_bytes(model: Model, plan: MemoryPlan) -> float:
 
 def layer_activation_bytes(model: Model, tensor_parallel: int, keeps_attention: bool) -> float:
     """Bytes that one layer keeps for one token without recomputation, in bf16."""
-    width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    output = model.num_heads * model.value_width
+    keys_and_values = model.num_kv_heads * (model.head_dim + model.value_width)
     norms = 2 * 2 * model.hidden  # inputs of both norms
     projections = 2 * 2 * model.hidden  # what q, k, v and the MLP read
-    attention = 2 * (width + model.num_heads * model.head_dim) + 4 * model.num_heads
+    attention = 2 * (model.num_heads * model.head_dim + keys_and_values + output)
+    attention += 4 * model.num_heads  # LSE
     if not keeps_attention:
-        attention = 2 * model.num_heads * model.head_dim  # what the output projection reads
+        attention = 2 * output  # what the output projection reads
     # Outputs of the first matrices, and what the last one reads.
     mlp = 2 * model.active_width * model.num_matrices
     if model.num_experts:

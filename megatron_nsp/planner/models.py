@@ -28,6 +28,11 @@ class Model:
         shared_width: width of the MLP that all tokens pass through beside their experts.
         is_gated: whether MLPs have three matrices instead of two.
         is_tied: whether the output layer shares the embedding's weights.
+        value_dim: elements of a head of values; None = `head_dim`.
+        projections: parameters of one layer's projections q, k, v and out where they are not four
+            plain matrices, as in latent attention.
+        num_windowed_layers: layers with a sliding window.
+        window_left: most tokens before itself that a token sees in such a layer.
     """
 
     name: str
@@ -44,6 +49,15 @@ class Model:
     shared_width: int = 0
     is_gated: bool = True
     is_tied: bool = False
+    value_dim: int | None = None
+    projections: int | None = None
+    num_windowed_layers: int = 0
+    window_left: int = 0
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a head of values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def num_matrices(self) -> int:
@@ -53,7 +67,10 @@ class Model:
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's projections q, k, v and out."""
-        return 2 * self.hidden * (self.num_heads + self.num_kv_heads) * self.head_dim
+        if self.projections is not None:
+            return self.projections
+        width = self.head_dim + self.value_width
+        return self.hidden * (self.num_heads + self.num_kv_heads) * width
 
     @property
     def mlp_parameters(self) -> int:
@@ -120,6 +137,9 @@ class Model:
             expert_bytes_per_token=expert_bytes * (1 - 1 / expert_parallel) / tensor_parallel,
             expert_degree=expert_parallel,
             stride=tensor_parallel,
+            value_dim=self.value_width,
+            num_windowed_layers=-(-self.num_windowed_layers // pipeline_parallel),
+            window_left=self.window_left,
         )
 
 

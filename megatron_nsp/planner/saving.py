@@ -11,7 +11,7 @@ def kept_output(shape: ModelShape) -> KeptOutput:
     """What all layers of a model keep of a saved token: its output and its LSE."""
     return KeptOutput(
         num_heads=shape.num_heads,
-        row_bytes=shape.num_heads * shape.head_dim * shape.bytes_per_element,
+        row_bytes=shape.num_heads * shape.value_dim * shape.bytes_per_element,
         lse_bytes=8 if shape.bytes_per_element == 8 else 4,
         num_layers=shape.num_layers,
     )

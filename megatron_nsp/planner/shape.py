@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from megatron_nsp.planner.score import FloatArray
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -20,6 +24,9 @@ class ModelShape:
         expert_bytes_per_token: bytes one layer sends to the experts and back for one token.
         expert_degree: ranks of an expert-parallel group.
         stride: GPUs from one rank of the domain to the next: the tensor-parallel size.
+        value_dim: elements of a head of values and output (V); 0 = `head_dim`.
+        num_windowed_layers: layers with a sliding window.
+        window_left: most tokens before itself that a token sees in such a layer.
     """
 
     num_layers: int
@@ -34,6 +41,9 @@ class ModelShape:
     expert_bytes_per_token: float = 0.0
     expert_degree: int = 1
     stride: int = 1
+    value_dim: int = 0
+    num_windowed_layers: int = 0
+    window_left: int = 0
 
     def __post_init__(self) -> None:
         """Refuses sizes no model has.
@@ -41,6 +51,8 @@ class ModelShape:
         Raises:
             ValueError: a size below 1, or query heads that do not divide over key/value heads.
         """
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
         for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -49,6 +61,17 @@ class ModelShape:
                 f"{self.num_heads} query heads do not divide over {self.num_kv_heads} key/value "
                 "heads"
             )
+
+    def square_tokens(self, tokens: FloatArray) -> FloatArray:
+        """Twice the pairs of tokens that see each other in a sample, on average over the layers.
+
+        L^2 of a causal layer. With a window a token sees W = `window_left` + 1 at most: W (2L - W).
+        """
+        if not self.num_windowed_layers:
+            return tokens * tokens
+        seen = np.minimum(tokens, self.window_left + 1.0)
+        share = self.num_windowed_layers / self.num_layers
+        return (1.0 - share) * tokens * tokens + share * seen * (2.0 * tokens - seen)
 
     @classmethod
     def from_hidden(

@@ -1,15 +1,16 @@
 """What the attention of a node costs, for every way of splitting it (`split.py`).
 
 A node of degree d is R ring members of u = d / R ranks. Of each token of its samples a rank sends
-in one layer, with n = max(K/u, 1) key/value heads, H/u query heads and D elements a head:
+in one layer, with n = max(K/u, 1) key/value heads, H/u query heads, D elements a head and V of
+values, and W = H/u D + n (D + V):
 
-    inside a member  (u - 1) / d (H/u + 2 n) D there, (R^-1 - d^-1) H/u D back; backward the reverse
-    between members  2 n D / R in each of R - 1 rounds (ring), (R - 1) times that at once (gather);
+    inside a member  (u - 1) / d W there, (R^-1 - d^-1) H/u V back; backward the reverse
+    between members  n (D + V) / R in each of R - 1 rounds (ring), R - 1 times that (gather);
                      backward sends as much again, and returns the gradients of the keys: at most
                      as much, and some member of a ring that much in each round
 
 The heads and tails that members hold make the rounds of a ring equal, so a round is 1/R of the
-node's kernel work, at the rate of samples of L/R tokens; merging what a round gave moves H D / d
+node's kernel work, at the rate of samples of L/R tokens; merging what a round gave moves H V / d
 elements more. The transfer of a round runs under the compute of the round before, so only what is
 left of it adds to the time:
 
@@ -59,17 +60,18 @@ def ulysses_sent_bytes[Tokens: (int, float)](
         shape: heads and element size.
     """
     own_heads = shape.num_heads // degree
-    qkv_heads = own_heads + 2 * max(shape.num_kv_heads // degree, 1)
-    head_bytes = shape.head_dim * shape.bytes_per_element
-    heads = {
-        (Pass.FWD, Phase.PROLOGUE): qkv_heads,  # q, k and v of all heads, to where they belong
-        (Pass.FWD, Phase.EPILOGUE): own_heads,  # the output of this rank's heads
-        (Pass.BWD, Phase.PROLOGUE): own_heads,  # the output's gradient
-        (Pass.BWD, Phase.EPILOGUE): qkv_heads,  # dq, dk and dv of this rank's heads
+    own_kv_heads = max(shape.num_kv_heads // degree, 1)
+    out_width = own_heads * shape.value_dim
+    qkv_width = own_heads * shape.head_dim + own_kv_heads * (shape.head_dim + shape.value_dim)
+    width = {
+        (Pass.FWD, Phase.PROLOGUE): qkv_width,  # q, k and v of all heads, to where they belong
+        (Pass.FWD, Phase.EPILOGUE): out_width,  # the output of this rank's heads
+        (Pass.BWD, Phase.PROLOGUE): out_width,  # the output's gradient
+        (Pass.BWD, Phase.EPILOGUE): qkv_width,  # dq, dk and dv of this rank's heads
     }.get((pass_, phase), 0)
     if phase is Phase.PROLOGUE:
-        return rank_tokens * ((degree - 1) * heads * head_bytes)
-    return (stream_tokens - rank_tokens) * (heads * head_bytes)
+        return rank_tokens * ((degree - 1) * width * shape.bytes_per_element)
+    return (stream_tokens - rank_tokens) * (width * shape.bytes_per_element)
 
 
 def sent_bytes_per_token(
@@ -93,7 +95,8 @@ def sent_bytes_per_token(
         return 0.0
     times = members - 1 if split.outer == "gather" else 1
     kv_heads = max(shape.num_kv_heads // inside, 1)
-    return times / members * 2 * kv_heads * shape.head_dim * shape.bytes_per_element
+    width = kv_heads * (shape.head_dim + shape.value_dim)
+    return times / members * width * shape.bytes_per_element
 
 
 def possible_splits(
@@ -168,13 +171,15 @@ class SplitCost:
         if fitted is not None:
             return tokens * tokens * (_share(fitted, pass_) * fitted.quadratic_us / self.degree)
         factor = 1.0 if pass_ is Pass.FWD else BWD_ATTENTION_FACTOR
-        flops_per_pair = factor * 2.0 * shape.num_heads * shape.head_dim * shape.num_layers
+        width = shape.head_dim + shape.value_dim
+        flops_per_pair = factor * shape.num_heads * width * shape.num_layers
         rates = self.profile.attention_flops_per_s(tokens / calls, pass_ is Pass.FWD)
-        kernel_us = tokens * tokens * (flops_per_pair * 1e6 / rates / self.degree / calls)
+        pairs = shape.square_tokens(tokens)
+        kernel_us = pairs * (flops_per_pair * 1e6 / rates / self.degree / calls)
         merged = self.profile.merged_elements_per_s
         if self.split.ring_degree == 1 or merged is None:
             return kernel_us
-        elements = shape.num_layers * shape.num_heads * shape.head_dim / self.degree
+        elements = shape.num_layers * shape.num_heads * shape.value_dim / self.degree
         return kernel_us + tokens * (elements * 1e6 / merged)
 
     def exchange_us_per_token(self, pass_: Pass, phase: Phase, number: int = 0) -> float:

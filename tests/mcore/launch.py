@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,19 @@ MOE = (  # noqa: SIM905
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0 "
     "--moe-token-dispatcher-type alltoall"
 ).split()
+
+
+LATENT = (  # noqa: SIM905
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm --rope-type"
+).split()
+"""Latent attention; the type of rotary embedding follows."""
+
+
+def model_flags(args: Sequence[str]) -> list[str]:
+    """MODEL and `args`; latent attention has a key for every query head."""
+    is_latent = "--multi-latent-attention" in args
+    return [*(f for f in MODEL if not (is_latent and f == "--group-query-attention")), *args]
 
 
 @dataclass(frozen=True)
@@ -131,7 +145,7 @@ def train(num_ranks: int, out: Path, *args: str, timeout_s: float = 240, check: 
     out.mkdir(parents=True, exist_ok=True)
     server = fork_server("--probe-float64" in args)
     assert server.stdin is not None and server.stdout is not None
-    argv, log = [str(out), *MODEL, *args], out / "output.log"
+    argv, log = [str(out), *model_flags(args)], out / "output.log"
     job = {"num_ranks": num_ranks, "argv": argv, "log": str(log)}
     print(json.dumps(job), file=server.stdin, flush=True)
     if not select.select([server.stdout], [], [], timeout_s)[0]:
@@ -145,7 +159,7 @@ def train_with_torchrun(num_ranks: int, out: Path, *args: str, timeout_s: float 
     """The same under torchrun; the run may fail."""
     out.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        command(num_ranks, PROBE, str(out), *MODEL, *args),
+        command(num_ranks, PROBE, str(out), *model_flags(args)),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,8 +3,10 @@
     python -m tests.mcore.plain OUT FLAGS OF MEGATRON
 
 Nothing of the product takes part but CPU mode: Megatron's own layer spec, DotProductAttention and
-rotary embedding, tokens straight from the .bin file, labels shifted here. Writes OUT: every token's
-loss by document and position, and every parameter's gradient of the mean loss over all targets.
+rotary embedding, tokens straight from the .bin file, labels shifted here. Megatron has no attention
+on CPU whose values have another head dim than its queries: latent attention gets one from here.
+Writes OUT: every token's loss by document and position, and every parameter's gradient of the mean
+loss over all targets.
 """
 
 import sys
@@ -19,11 +21,16 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from megatron.core.datasets import utils as dataset_utils  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args,
+    hybrid_config_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.checkpointing import load_checkpoint  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
-from megatron.training.models.gpt import GPTModelBuilder  # noqa: E402
+from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec  # noqa: E402
+from megatron.training.models.hybrid import HybridModelBuilder  # noqa: E402
 
 
 def defaults(parser: Any) -> Any:
@@ -36,6 +43,36 @@ def defaults(parser: Any) -> Any:
     return parser
 
 
+class LatentAttention(MegatronModule):
+    """Causal attention by its definition, with values of any head dim."""
+
+    def __init__(self, config: Any, softmax_scale: float, **_: Any) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(self, q_SBHD: Any, k_SBHD: Any, v_SBHV: Any, hidden: Any, **_: Any) -> Any:
+        scores = torch.einsum("sbhd,tbhd->bhst", q_SBHD, k_SBHD) * self.softmax_scale
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("bhst,tbhv->sbhv", weights, v_SBHV).flatten(2)
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's own spec, with the attention above where attention is latent."""
+    spec = default_layer_spec(config, vp_stage)
+    if config.transformer.multi_latent_attention:
+        spec.submodules.self_attention.submodules.core_attention = LatentAttention
+    return spec
+
+
+def build(args: Any) -> Any:
+    """Megatron's builder of the model."""
+    if args.hybrid_layer_pattern:
+        return HybridModelBuilder(hybrid_config_from_args(args))
+    config = gpt_config_from_args(args)
+    config.transformer_layer_spec = layer_spec
+    return GPTModelBuilder(config)
+
+
 def main() -> None:
     """Runs all documents through the model once."""
     out = sys.argv.pop(1)
@@ -43,7 +80,7 @@ def main() -> None:
     dataset_utils.compile_helpers = lambda *_: None  # the wheel cannot build them
     initialize_megatron()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = GPTModelBuilder(gpt_config_from_args(args)).build_model(groups)
+    model = build(args).build_model(groups)
     load_checkpoint([model], None, None)
     tokens = torch.from_numpy(np.fromfile(f"{args.documents}.bin", np.uint8).astype(np.int64))
     lengths = [int(length) for length in args.lengths.split(",")]

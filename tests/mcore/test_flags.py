@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.pretrain import parse_job
 from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.tree import Node, SPTree
@@ -65,11 +66,25 @@ BAD = {
     "--num-query-groups 3": "--num-attention-heads 8 is no multiple of --num-query-groups 3",
     "--eval-iters 2": "--eval-iters 2 needs --valid-data-path",
     "--position-embedding-type mrope": "--position-embedding-type must be rope",
-    "--multi-latent-attention": "--multi-latent-attention is not supported yet",
+    "--multi-latent-attention --tensor-model-parallel-size 2": "--multi-latent-attention with --te"
+    "nsor-model-parallel-size 2 needs --transformer-impl transformer_engine and --sequence-",
+    "--position-embedding-type relative": "must be rope, yarn, learned_absolute or none, got rela",
+    "--window-size 8,8": "--window-size must be LEFT,0 .* got 8,8: attention is causal",
+    "--window-size=-2,0": "--window-size must be LEFT,0 with LEFT at least 0, or -1 .* got -2,0",
+    "--window-size 8": "--window-size must be LEFT,0 .* got 8: attention is causal",
+    "--window-size 8,0 --window-attn-skip-freq 0": "--window-attn-skip-freq must be at least 1, go",
+    "--window-size 8,0 --window-attn-skip-freq [1,0,1]": "freq lists 3 layers, --num-layers is 2",
+    "--hybrid-layer-pattern M*-": r"pattern M\*-: M cannot be used: only attention",
+    "--hybrid-layer-pattern *-GD/**": "pattern .*: /DG cannot be used: only attention",
+    "--hybrid-layer-pattern=-E": r"--hybrid-layer-pattern -E holds no attention layer, \* or \+",
+    "--hybrid-override-pattern *-": "--hybrid-override-pattern is deprecated: give --hybrid-layer",
+    "--hybrid-layer-pattern *-": "--hybrid-layer-pattern needs Transformer Engine, which is not",
+    "--spec nowhere SPEC": "--spec nowhere SPEC cannot be imported",
+    "--attention-backend local": "--attention-backend local would take nested attention out of",
+    "--qk-clip": "--qk-clip is not supported: it needs the largest attention score",
     "--enable-cuda-graph": "--enable-cuda-graph cannot be used: boundaries change every step",
     "--num-layers-per-virtual-pipeline-stage 1": "virtual-pipeline-stage is not supported yet",
     "--mtp-num-layers 1": "--mtp-num-layers is not supported yet, got 1",
-    "--softmax-type learnable": "--softmax-type must be vanilla, got learnable",
     "--num-experts 4 --sequence-parallel --pipeline-model-parallel-size 2": "later stages would",
     "--eval-iters 2 --valid-data-path x": "--eval-iters 2 needs .* and --train-data-path in place",
     "--num-attention-heads 0": "--num-attention-heads must be at least 1, got 0",
@@ -115,7 +130,8 @@ def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", *flags])
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("RANK", "0")
-    parse_job()
+    args, _ = parse_job()
+    model_config(args)
 
 
 @pytest.mark.parametrize("flags", BAD)

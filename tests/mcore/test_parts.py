@@ -11,9 +11,11 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_nsp.attention import NestedBatch
 from megatron_nsp.backends.node import SavedOutput
+from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore.loss import per_token_loss
+from megatron_nsp.mcore.model import model_of
 from megatron_nsp.mcore.params import NestedSeqParams
-from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention
+from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
 from megatron_nsp.plan import Plan
 from megatron_nsp.tree import Node, SPTree
 from tests.mcore.launch import environment
@@ -35,30 +37,139 @@ def test_a_step_without_targets_reports_zero() -> None:
     assert (float(total), int(count), report["lm loss"].tolist()) == (0.0, 0, [0.0, 1.0])
 
 
+def config(**fields: object) -> SimpleNamespace:
+    """What core attention reads of a transformer configuration."""
+    defaults = {"softmax_scale": None, "kv_channels": 16, "attention_dropout": 0.0}
+    masks = {"window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
+    recomputation = {"recompute_granularity": None, "fine_grained_activation_offloading": False}
+    return SimpleNamespace(**{**defaults, **masks, **recomputation, **fields})
+
+
 @pytest.mark.parametrize(
     ("of_config", "of_layer", "expected"), [(None, None, 0.25), (0.5, None, 0.5), (0.5, 0.1, 0.1)]
 )
 def test_softmax_scale(of_config: float | None, of_layer: float | None, expected: float) -> None:
-    config = SimpleNamespace(
-        softmax_scale=of_config,
-        kv_channels=16,
-        recompute_granularity=None,
-        fine_grained_activation_offloading=False,
-    )
     attention = NestedCoreAttention(
-        config, 1, AttnMaskType.causal, "self", softmax_scale=of_layer, cp_comm_type="p2p"
+        config(softmax_scale=of_config),
+        1,
+        AttnMaskType.causal,
+        "self",
+        softmax_scale=of_layer,
+        cp_comm_type="p2p",
     )
-    assert attention.softmax_scale == expected
+    assert attention.mask == AttentionMask(expected)
+
+
+@pytest.mark.parametrize(
+    ("window", "skip", "expected"),
+    [
+        ((7, 0), None, [7, 7, 7, 7]),
+        ((0, 0), 2, [0, None, 0, None]),
+        ((7, 0), 3, [7, 7, None, 7]),
+        ((7, 0), 1, [None] * 4),
+        ((7, 0), [0, 1, 1, 0], [None, 7, 7, None]),
+        ((-1, 0), None, [None] * 4),
+        (None, 2, [None] * 4),
+    ],
+)
+def test_which_layers_have_a_window(
+    window: tuple[int, int] | None, skip: int | list[int] | None, expected: list[int | None]
+) -> None:
+    settings = config(window_size=window, window_attn_skip_freq=skip)
+    layers = [
+        NestedCoreAttention(settings, number, AttnMaskType.causal, "self") for number in range(1, 5)
+    ]
+    assert [layer.mask.window_left for layer in layers] == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_causal"),
+    [("causal", True), ("padding_causal", True), ("no_mask", False), ("padding", False)],
+)
+def test_masks(mask: str, is_causal: bool) -> None:
+    attention = NestedCoreAttention(config(), 1, AttnMaskType[mask], "self")
+    assert attention.mask.is_causal is is_causal
 
 
 def test_other_attention_is_refused() -> None:
-    config = SimpleNamespace(softmax_scale=None, kv_channels=16)
-    with pytest.raises(ValueError, match="causal self attention, got cross attention"):
-        NestedCoreAttention(config, 1, AttnMaskType.causal, "cross")
-    with pytest.raises(ValueError, match=r"mask AttnMaskType\.no_mask"):
-        NestedCoreAttention(config, 1, AttnMaskType.no_mask, "self")
+    with pytest.raises(ValueError, match="full self attention, got cross attention"):
+        NestedCoreAttention(config(), 1, AttnMaskType.causal, "cross")
+    with pytest.raises(ValueError, match=r"mask AttnMaskType\.arbitrary"):
+        NestedCoreAttention(config(), 1, AttnMaskType.arbitrary, "self")
+    with pytest.raises(ValueError, match="a sliding window needs a causal mask"):
+        NestedCoreAttention(config(window_size=(4, 0)), 1, AttnMaskType.no_mask, "self")
+    with pytest.raises(ValueError, match=r"--attention-dropout must be 0, got 0\.1"):
+        NestedCoreAttention(config(), 1, AttnMaskType.causal, "self", attention_dropout=0.1)
     with pytest.raises(ValueError, match="no self-attention to exchange"):
         exchange_core_attention(SimpleNamespace(submodules=SimpleNamespace()))
+
+
+def test_a_spec_may_be_one_layer_or_a_block_or_a_stack_or_make_one() -> None:
+    def layer() -> SimpleNamespace:
+        attention = SimpleNamespace(core_attention=None)
+        submodules = SimpleNamespace(self_attention=SimpleNamespace(submodules=attention))
+        return SimpleNamespace(submodules=submodules, attention=attention)
+
+    one, two, three = layer(), layer(), layer()
+    stack = SimpleNamespace(attention_layer=two, mla_layer=three)
+    for spec, layers in (
+        (one, [one]),
+        (SimpleNamespace(layer_specs=[one, two]), [one, two]),
+        (SimpleNamespace(submodules=stack), [two, three]),
+        (lambda config: one, [one]),
+        (lambda config, vp_stage: one if vp_stage == 3 else two, [one]),
+    ):
+        nested_spec(spec)(None, 3)
+        for each in layers:
+            assert each.attention.core_attention is NestedCoreAttention
+            each.attention.core_attention = None
+    assert exchange_core_attention(SimpleNamespace(layer_specs=[])).layer_specs == []
+
+
+def model_args(**fields: object) -> SimpleNamespace:
+    """What the planner's model is made of: DeepSeek-V2-Lite's attention in two layers."""
+    sizes = {"num_layers": 2, "hidden_size": 2048, "num_attention_heads": 16, "kv_channels": 128}
+    sizes |= {"kv_lora_rank": 512, "q_lora_rank": None, "qk_head_dim": 128, "v_head_dim": 128}
+    sizes |= {"qk_pos_emb_head_dim": 64, "ffn_hidden_size": 10944, "padded_vocab_size": 102400}
+    flags = {"group_query_attention": False, "num_query_groups": 1, "num_experts": None}
+    flags |= {"moe_router_topk": 1, "swiglu": True, "multi_latent_attention": True}
+    flags |= {"untie_embeddings_and_output_weights": True, "window_size": None}
+    flags |= {"hybrid_layer_pattern": None, "pipeline_model_parallel_size": 1}
+    flags |= {"moe_shared_expert_intermediate_size": None, "moe_ffn_hidden_size": None}
+    return SimpleNamespace(**{**sizes, **flags, "window_attn_skip_freq": None, **fields})
+
+
+def test_the_planner_knows_latent_heads_and_their_projections() -> None:
+    model = model_of(model_args())  # type: ignore[arg-type]
+    assert (model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim) == (
+        *(16, 16),
+        *(192, 128),
+    )
+    query, down, up, out = 2048 * 16 * 192, 2048 * (512 + 64), 512 * 16 * 256, 16 * 128 * 2048
+    assert model.attention_parameters == query + down + up + out
+    compressed = model_of(model_args(q_lora_rank=100))  # type: ignore[arg-type]
+    query = 100 * (2048 + 16 * 192)
+    assert compressed.attention_parameters == query + down + up + out
+    plain = model_of(model_args(multi_latent_attention=False))  # type: ignore[arg-type]
+    assert (plain.head_dim, plain.value_width) == (128, 128)
+    assert plain.attention_parameters == 4 * 2048 * 16 * 128
+
+
+def test_the_planner_knows_the_windows() -> None:
+    args = model_args(num_layers=6, window_size=(9, 0), window_attn_skip_freq=3)
+    shape = model_of(args).shape(pipeline_parallel=2)  # type: ignore[arg-type]
+    assert (shape.num_layers, shape.num_windowed_layers, shape.window_left) == (3, 2, 9)
+
+
+def test_the_planner_knows_the_layers_of_a_hybrid_model() -> None:
+    pattern = {"hybrid_layer_pattern": "*-*E-|*E", "num_layers": 7, "num_experts": 4}
+    sizes = {"ffn_hidden_size": 300, "moe_ffn_hidden_size": 60}
+    args = model_args(**pattern, **sizes, window_size=(9, 0), window_attn_skip_freq=3)
+    model = model_of(args)  # type: ignore[arg-type]
+    assert (model.num_layers, model.ffn_hidden, model.shared_width) == (3, 40, 200)
+    assert model.num_windowed_layers == 1  # layers 1, 3 and 6, of which 3 and 6 are skipped
+    dense = model_args(hybrid_layer_pattern="*-*---", num_layers=6, ffn_hidden_size=300)
+    assert model_of(dense).ffn_hidden == 600  # type: ignore[arg-type]
 
 
 def test_rotary_rows_are_megatrons_own_at_each_position() -> None:
@@ -74,8 +185,16 @@ def test_rotary_rows_are_megatrons_own_at_each_position() -> None:
         "    for factor in (None, 4.0):\n"
         "        how = dict(use_cpu_initialization=True)\n"
         "        inner = RotaryEmbedding(16, 0.5, interleaved, factor, **how)\n"
-        "        rows = NestedRotaryEmbedding(inner)(positions)\n"
-        "        torch.testing.assert_close(rows, inner.get_emb(32)[positions], rtol=0, atol=0)\n"
+        "        table = inner.get_emb(32)[positions]\n"
+        "        for latent, expected in ((False, table), (True, table[:, 0])):\n"
+        "            rows = NestedRotaryEmbedding(inner, latent)(positions)\n"
+        "            torch.testing.assert_close(rows, expected, rtol=0, atol=0)\n"
+        "from megatron.core.models.common.embeddings import YarnRotaryEmbedding\n"
+        "inner = YarnRotaryEmbedding(16, scaling_factor=8.0, original_max_position_embeddings=64)\n"
+        "table, factor = inner.get_emb(32)\n"
+        "rows, concentration = NestedRotaryEmbedding(inner)(positions)\n"
+        "torch.testing.assert_close(rows, table[positions], rtol=0, atol=0)\n"
+        "assert concentration == factor != 1.0\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_nsp.config import NSPConfig
-from megatron_nsp.mcore.validate import check_lengths
+from megatron_nsp.mcore.validate import check_attention, check_lengths
 from megatron_nsp.tree import SPTree
 
 TREE = SPTree(4, (1, 2, 4))
@@ -42,3 +42,12 @@ def test_over_long_documents_are_refused_where_they_are_an_error() -> None:
     check([7, 100], max_length=100, over_long="error")
     with pytest.raises(ValueError, match=r"document 1 of .* has 101 tokens, over .* 100; 2 of 3"):
         check([7, 101, 102], max_length=100, over_long="error")
+
+
+def test_latent_attention_refuses_the_fused_rotation() -> None:
+    """CPU mode leaves it off, Megatron's default on GPUs is on."""
+    args = SimpleNamespace(
+        position_embedding_type="rope", multi_latent_attention=True, apply_rope_fusion=True
+    )
+    with pytest.raises(ValueError, match="--multi-latent-attention needs --no-rope-fusion"):
+        check_attention(args)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 from megatron_nsp.mcore import parallel_state  # noqa: E402
 from megatron_nsp.mcore.loss import per_token_loss  # noqa: E402
-from megatron_nsp.mcore.model import gpt_config  # noqa: E402
+from megatron_nsp.mcore.model import model_config  # noqa: E402
 from megatron_nsp.mcore.params import NestedSeqParams  # noqa: E402
 from megatron_nsp.mcore.pretrain import Trainer  # noqa: E402
 
@@ -51,7 +51,7 @@ def main() -> None:
     args = parse_and_validate_args()
     found["batch_tokens"] = args.nsp_batch_tokens
     trainer = Trainer.start(args)
-    config = pretrain_cfg_container_from_args(args, gpt_config(args))
+    config = pretrain_cfg_container_from_args(args, model_config(args))
     found["core"] = megatron.core.__file__
     found["initialize_from"] = mpu.initialize_model_parallel.__module__
     pretrain(config, trainer.datasets, ModelType.encoder_or_decoder, partial(forward_step, trainer))

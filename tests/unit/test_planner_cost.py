@@ -15,7 +15,7 @@ from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch, policy_names
 from megatron_nsp.planner.cost import ulysses_sent_bytes
 from megatron_nsp.planner.profile import AttentionRate, ExchangeRate
-from megatron_nsp.planner.split_cost import sent_bytes_per_token
+from megatron_nsp.planner.split_cost import SplitCost, sent_bytes_per_token
 from megatron_nsp.schedule import Pass, Phase, build_schedule
 from megatron_nsp.split import slice_bounds
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_splits
@@ -214,3 +214,29 @@ def test_impossible_models_are_refused() -> None:
     fitted = load_profile("flexsp-gpt-7b-a100")
     with pytest.raises(ValueError, match=r"holds the times of one model with Ulysses, not"):
         CostModel(fitted, SMALL, SPTree(2, (1, 2)), backend="usp")
+
+
+def test_values_of_another_head_dim_and_windows_cost_what_they_are() -> None:
+    plain = cluster(8, 8)
+    half = dataclasses.replace(plain.shape, value_dim=plain.shape.head_dim // 2)
+    lengths, degree = np.array([1, 5, 6, 7, 1000]), 4
+    whole, narrow = (
+        SplitCost(plain.profile, shape, degree).round_us(lengths, Pass.FWD)
+        for shape in (plain.shape, half)
+    )
+    np.testing.assert_allclose(narrow, 0.75 * whole, rtol=1e-12)
+    sent = {
+        (shape.value_dim, phase): ulysses_sent_bytes(Pass.FWD, phase, 10, 40, degree, shape)
+        for shape in (plain.shape, half)
+        for phase in Phase
+    }
+    assert sent[64, Phase.EPILOGUE] * 2 == sent[128, Phase.EPILOGUE]
+    assert sent[128, Phase.PROLOGUE] - sent[64, Phase.PROLOGUE] == 10 * 3 * 1 * 64 * 2  # v of one
+
+    window = dataclasses.replace(plain.shape, num_windowed_layers=36, window_left=5)  # of 48
+    pairs = [sum(min(t + 1, 6) for t in range(length)) for length in lengths.tolist()]
+    # A whole triangle counts as L^2 / 2: what is on the diagonal is left out, in a window too.
+    assert window.square_tokens(lengths * 1.0).tolist() == [
+        0.25 * length**2 + 0.75 * (2 * pair - min(length, 6))
+        for length, pair in zip(lengths.tolist(), pairs, strict=True)
+    ]
