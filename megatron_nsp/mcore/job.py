@@ -14,7 +14,7 @@ from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
 from megatron_nsp.mcore.model import model_shape, recomputed
-from megatron_nsp.mcore.step_log import step_line
+from megatron_nsp.mcore.step_log import ExposedStep, step_line
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.policies import check_can_train
@@ -206,9 +206,18 @@ class Job:
             f"sample {self.max_length} tokens"
         )
 
-    def log_step(self, step: PlannedStep) -> None:
+    def log_step(self, step: PlannedStep, before: ExposedStep | None) -> None:
         """Prints the step's line on the last rank and records its plan on rank 0."""
-        if int(os.environ.get("RANK", "0")) == self.args.world_size - 1:
-            print(step_line(step), flush=True)
+        if self._is_last_rank:
+            print(step_line(step, before), flush=True)
         if self.recorder is not None:
             self.recorder.write(step.number, step.plan)
+
+    def log_end(self, last: ExposedStep | None) -> None:
+        """Prints on the last rank what was measured in the run's last step."""
+        if last is not None and self._is_last_rank:
+            print(f"nsp: {last}", flush=True)
+
+    @property
+    def _is_last_rank(self) -> bool:
+        return int(os.environ.get("RANK", "0")) == self.args.world_size - 1
