@@ -15,6 +15,7 @@ from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
 from megatron_nsp.mcore.model import model_shape, recomputed
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
+from megatron_nsp.order import ALL_ROOT_FIRST
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.policies import check_can_train
@@ -23,7 +24,14 @@ from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.planner.window import plan_batch, policy_names
 from megatron_nsp.replay import PlanRecorder, PlanReplay
 from megatron_nsp.sampler import Batch, BatchSampler
-from megatron_nsp.step_planner import PlanBatch, PlannedStep, StepPlanner, plan_carried_first
+from megatron_nsp.simulator.order_search import choose_orders
+from megatron_nsp.step_planner import (
+    OrderNodes,
+    PlanBatch,
+    PlannedStep,
+    StepPlanner,
+    plan_carried_first,
+)
 from megatron_nsp.tree import SPTree
 
 REPLAY_PREFIX = "file:"
@@ -147,7 +155,15 @@ class Job:
             documents.lengths, self.config.batch_tokens, self.max_length, self.args.seed
         )
         can_carry = self.config.token_budget is not None or self._is_replay
-        return StepPlanner(sampler, plan_batch, self.config.plan_ahead, can_carry, first_step)
+        return StepPlanner(
+            sampler, plan_batch, self.config.plan_ahead, can_carry, first_step, self._order_nodes()
+        )
+
+    def _order_nodes(self) -> OrderNodes:
+        if not self.config.overlap:
+            return lambda plan: ALL_ROOT_FIRST
+        cost = self._cost()
+        return lambda plan: choose_orders(plan, cost)
 
     @property
     def _is_replay(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_nsp.cli import main
 from megatron_nsp.layout import rank_layout
+from megatron_nsp.order import ALL_ROOT_FIRST, NodeOrders, in_order
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
 from megatron_nsp.planner.lengths import draw_batch, load_table
@@ -19,8 +20,9 @@ from megatron_nsp.simulator import IterationSettings, mark_saved, simulate_plan
 from megatron_nsp.simulator.compare import aware_of_saving
 from megatron_nsp.simulator.marks import saved_bytes_per_token
 from megatron_nsp.simulator.network import active_paths
+from megatron_nsp.simulator.order_search import choose_orders, layers_end_us, orders_of_trees
 from megatron_nsp.simulator.sharding import sharding_us
-from megatron_nsp.testing.random_plans import random_plan
+from megatron_nsp.testing.random_plans import random_orders, random_plan
 from megatron_nsp.tree import Node, SPTree
 from tests.unit.planner_cases import SMALL, cluster, workstation
 
@@ -40,13 +42,19 @@ def node_phase_us(plan: Plan, m: int, cost: CostModel, step: Step) -> float:
 
 
 def run_pass(
-    plan: Plan, m: int, cost: CostModel, pass_: Pass, clocks: list[list[float]], overlap: bool
+    plan: Plan,
+    m: int,
+    cost: CostModel,
+    pass_: Pass,
+    clocks: list[list[float]],
+    overlap: bool,
+    orders: NodeOrders = ALL_ROOT_FIRST,
 ) -> None:
     """One pass of one layer; `clocks[rank]` is when compute and communication are free."""
     started = [clock[0] for clock in clocks]
     queues, ended = {}, {}
     for rank in range(plan.tree.num_ranks):
-        path = plan.active_path(rank, m)
+        path = in_order(plan.active_path(rank, m), orders.of_rank(m, plan.tree, rank)[pass_])
         for step in build_schedule(path, pass_, overlap):
             queues.setdefault((rank, step.queue), deque()).append(step)
     serial_ready = list(started)
@@ -133,6 +141,7 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
             sharding_free = max(sharding_free, *(clock[0] for clock in clocks)) + took
         return sharding_free
 
+    orders = choose_orders(plan, cost) if settings.overlap else ALL_ROOT_FIRST
     for m in range(plan.num_micro_batches):
         redone = plan if settings.saved is None else settings.saved.recomputed(plan)
         for pass_ in Pass:
@@ -142,7 +151,7 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
                     clock[0] = max(clock[0], gathered)
                 if layer + 1 < layers:
                     gathered = shard(settings.gather_us)
-                how = {"overlap": settings.overlap}
+                how = {"overlap": settings.overlap, "orders": orders}
                 if pass_ is Pass.FWD:
                     run_pass(plan, m, cost, pass_, clocks, **how)
                     dense(m, pass_)
@@ -247,17 +256,58 @@ def test_ranks_that_hold_nothing_do_not_hold_others_up() -> None:
     assert simulate_plan(Plan.from_nodes(tree, [], []), cost).step_us == cost.profile.bias_us
 
 
-def test_every_rank_s_schedule_is_the_longest_path_s_without_what_it_lacks() -> None:
-    tree = SPTree(8, (1, 2, 4, 8))
-    plan = random_plan(random.Random(9), tree, [50, 60, 70, 80, 90, 4, 5, 6])
-    paths = active_paths(plan, 0, dataclasses.replace(cluster(8, 8), tree=tree))
-    rows = [Node(row, 0) for row in range(paths.num_rows)]
-    whole = build_schedule(rows, Pass.FWD, overlap=True)
-    for rank in range(8):
-        own = build_schedule(plan.active_path(rank, 0), Pass.FWD, overlap=True)
-        active = plan.active_path(rank, 0)
-        kept = [step for step in whole if step.node.depth < len(active)]
-        assert [(active[s.node.depth], s.phase) for s in kept] == [(s.node, s.phase) for s in own]
+@pytest.mark.parametrize("seed", range(20))
+def test_every_rank_s_schedule_is_that_of_all_rows_without_those_it_lacks(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = SPTree(8, rng.choice(((1, 2, 4, 8), (1, 2, 4))))
+    plan = random_plan(rng, tree, [50, 60, 70, 80, 90, 4, 5, 6])
+    orders = random_orders(rng, plan)
+    for pass_ in Pass:
+        listed = orders_of_trees(orders, plan, 0, pass_)
+        paths = active_paths(plan, 0, dataclasses.replace(cluster(8, 8), tree=tree), listed)
+        rows = [Node(row, 0) for row in range(paths.num_rows)]
+        whole = build_schedule(rows, pass_, overlap=True)
+        nodes = list(tree.nodes())
+        for rank in range(8):
+            active = in_order(plan.active_path(rank, 0), orders.of_rank(0, tree, rank)[pass_])
+            own = build_schedule(active, pass_, overlap=True)
+            kept = [step for step in whole if paths.is_active[step.node.depth, rank]]
+            node_of = {row: nodes[paths.node[row, rank]] for row in range(paths.num_rows)}
+            names = [(node_of[step.node.depth], step.phase) for step in kept]
+            assert names == [(step.node, step.phase) for step in own]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_chosen_order_never_ends_later_than_root_first(seed: int) -> None:
+    rng = random.Random(seed)
+    cost = workstation(12, (1, 3, 6, 12)) if seed % 2 else cluster(16, 8)
+    cost = dataclasses.replace(
+        cost, profile=dataclasses.replace(cost.profile, inter_bytes_per_s=2e9)
+    )
+    lengths = [int(30_000 ** rng.random()) for _ in range(20)]
+    plan = random_plan(rng, cost.tree, lengths)
+    orders = choose_orders(plan, cost)
+    assert choose_orders(plan, cost) == orders
+    for pass_ in Pass:
+        first, chosen = (
+            layers_end_us(active_paths(plan, 0, cost, listed), pass_, cost)
+            for listed in ((), orders_of_trees(orders, plan, 0, pass_))
+        )
+        by_tree = (cost.tree.num_ranks // cost.tree.max_degree, -1)
+        first_us, chosen_us = (x.reshape(by_tree).max(axis=1) for x in (first, chosen))
+        assert (chosen_us <= first_us).all()
+        changed = [(0, pass_, index) in orders.order_of for index in range(by_tree[0])]
+        assert (chosen_us < first_us).tolist() == changed
+
+
+def test_the_larger_exchange_of_the_root_is_hidden_under_the_leaf() -> None:
+    cost = workstation(4, (1, 2, 4))
+    slow = dataclasses.replace(cost.profile, intra_bytes_per_s=2e7, exchanges={})
+    cost = dataclasses.replace(cost, profile=slow)
+    nodes = [cost.tree.node(4, 0)] + [cost.tree.node(1, rank) for rank in range(4)]
+    plan = Plan.from_nodes(cost.tree, [400, 900, 900, 900, 900], nodes)
+    # q, k, v go out in forward, dq, dk, dv come back in backward: leaf first, then leaf last.
+    assert choose_orders(plan, cost).order_of == {(0, Pass.FWD, 0): (2, 0)}
 
 
 def test_gathering_parameters_takes_what_the_slower_link_allows() -> None:
