@@ -27,6 +27,7 @@ from megatron_nsp.executor import NodeError, build_queue
 from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import megatron_fixes, parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
+from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.cpu import check_cpu_args, set_cpu_defaults
 from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
@@ -168,6 +169,9 @@ class Trainer:
         )
         if dist.get_rank() == 0:
             print(self.job.describe(groups, self.runtime.kernel.name), flush=True)
+            if device.type == "cuda":
+                value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+                print(*describe_connections(value, self.job.config.overlap), sep="\n", flush=True)
 
     def _iterator(self, planned: Any, on_step: Any) -> NestedDataIterator:
         planner, documents = planned

@@ -25,6 +25,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--probe-layer-inputs", action="store_true", help="gradients of layer inputs"
     )
     parser.add_argument("--probe-one-expert", action="store_true", help="all tokens to expert 0")
+    parser.add_argument("--probe-delays", type=float, help="longest of random delays, in ms")
     return parser.parse_known_args(argv)
 
 
@@ -48,6 +49,8 @@ def main(argv: list[str]) -> None:
         watch.watch_layer_inputs()
     if options.probe_one_expert:
         watch.route_to_one_expert()
+    if options.probe_delays is not None:
+        watch.delay_at_random(options.probe_delays)
     if options.probe_mask_before is not None:
         watch.mask_targets(options.probe_mask_before)
     if options.probe_fail is not None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention
 from tests.mcore.launch import environment
@@ -68,3 +69,11 @@ def test_rotary_rows_are_megatrons_own_at_each_position() -> None:
         "        torch.testing.assert_close(rows, inner.get_emb(32)[positions], rtol=0, atol=0)\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
+
+
+@pytest.mark.parametrize("value", [None, "1", "8", "32"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_i4_one_hardware_queue_is_said_and_warned_of_once(value: str | None, overlap: bool) -> None:
+    lines = describe_connections(value, overlap)
+    assert lines[0].endswith("not set" if value is None else f" {value}")
+    assert [("warning" in line) for line in lines[1:]] == [True] * (value == "1" and overlap)
