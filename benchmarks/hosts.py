@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,22 +131,20 @@ def launch(script: str, where: Cluster, *words: str) -> str:
             inside = ["nsenter", f"--net=/run/netns/{host}", "env"]
             inside.append(f"GLOO_SOCKET_IFNAME=v-{host}")
             commands.append([*inside, *torchrun, *network, "--node-rank", str(number), *worker])
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in commands
-    ]
-    try:
-        printed = "".join(process.communicate()[0] for process in processes[::-1])
-    finally:
+    with contextlib.ExitStack() as stack:
+        # Not pipes: a host with a full one, read after the other host ended, would never let it.
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        processes = [
+            subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            for command, output in zip(commands, outputs, strict=True)
+        ]
         for process in processes:
-            process.terminate()
-    if any(process.returncode for process in processes):
+            stack.callback(process.terminate)
+        codes = [process.wait() for process in processes]
+        for output in outputs:
+            output.seek(0)
+        printed = "".join(output.read() for output in outputs[::-1])
+    if any(codes):
         raise SystemExit(f"a run failed:\n{printed[-4000:]}")
     return printed
 
