@@ -47,7 +47,7 @@ RATE = "400mbit"
 
 def worker(groups: str, words: list[str]) -> int:
     """One rank: joins its group, then profiles or trains."""
-    join(groups)
+    join(groups, on_one_core=False)
     if words[0] == "profile":
         return profile_worker(words[1:])
     sys.argv = ["calibration.py", *words[1:]]

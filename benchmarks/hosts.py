@@ -1,10 +1,9 @@
 """Ranks with CPU shares of their own, on one host or on two with a slow link between them.
 
 Each rank joins a cgroup with a CPU quota, so that a rank that waits lends its time to nobody, and
-stays on one core. The groups have a high weight: what else runs on the machine takes little of the
-quotas. Two hosts are
-two network namespaces joined by a pair of virtual interfaces, each with a token bucket. Needs root
-on Linux.
+may stay on one core. The groups have a high weight: what else runs on the machine takes little of
+the quotas. Two hosts are two network namespaces joined by a pair of virtual interfaces, each with a
+token bucket. Needs root on Linux.
 
 A script that launches ranks is started again with `--worker GROUPS WORDS...`, once a rank, and
 calls `join` first.
@@ -149,12 +148,13 @@ def launch(script: str, where: Cluster, *words: str) -> str:
     return printed
 
 
-def join(groups: str) -> None:
-    """Puts this rank into its group and on its core: neighbouring ranks share one."""
+def join(groups: str, on_one_core: bool = True) -> None:
+    """Puts this rank into its group and, unless told not to, on its core, shared by neighbours."""
     folders, rank = groups.split(":"), int(os.environ["RANK"])
     Path(folders[rank], "cgroup.procs").write_text(str(os.getpid()))
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank * len(cores) // len(folders)]})
+    if on_one_core:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank * len(cores) // len(folders)]})
 
 
 def profile_worker(words: list[str]) -> int:
