@@ -4,7 +4,7 @@ Shapes: T rows of the rank's buffer (filler rows included), H query heads, K key
 V head dims of keys and values. Filler rows come out as zeros and get zero gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_nsp.executor import CommunicationQueue, play
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import AttentionKernel, AttentionMask
 from megatron_nsp.layout import NodeSlice, RankLayout, rank_layout
+from megatron_nsp.order import ROOT_FIRST, Order, in_order
 from megatron_nsp.plan import Plan
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.schedule import Pass, Step, build_schedule
@@ -43,6 +44,7 @@ class NestedBatch:
         layout: what this rank holds.
         overlap: whether the schedule streams the phases of consecutive nodes.
         saved_samples: samples whose attention output is kept where a layer is recomputed.
+        orders: in which order nodes run in each pass; root first for one that is not there.
         kept: what the layers have kept so far, by layer number; empty when a forward pass begins.
     """
 
@@ -51,6 +53,7 @@ class NestedBatch:
     layout: RankLayout
     overlap: bool
     saved_samples: SavedSamples = NOTHING_SAVED
+    orders: Mapping[Pass, Order] = field(default_factory=dict)
     kept: dict[int, SavedLayer] = field(default_factory=dict)
     _rounds: dict[tuple[Node, int, bool, int | None], Rounds] = field(default_factory=dict)
 
@@ -63,10 +66,11 @@ class NestedBatch:
         row_multiple: int = 1,
         overlap: bool = True,
         saved_samples: SavedSamples = NOTHING_SAVED,
+        orders: Mapping[Pass, Order] | None = None,
     ) -> "NestedBatch":
         """The batch of `rank`; see `layout.rank_layout` for the arguments."""
         layout = rank_layout(plan, rank, micro_batch, row_multiple)
-        return cls(plan, micro_batch, layout, overlap, saved_samples)
+        return cls(plan, micro_batch, layout, overlap, saved_samples, orders or {})
 
     @cached_property
     def num_saved(self) -> dict[Node, int]:
@@ -86,9 +90,10 @@ class NestedBatch:
     def steps(
         self, parts: Sequence[NodeSlice], pass_: Pass, mask: AttentionMask
     ) -> tuple[Step, ...]:
-        """The issue order of a pass over these slices of active nodes, root first."""
+        """The issue order of a pass over these slices of active nodes."""
         splits = {part.node: split_for(part.split, mask) for part in parts}
-        return build_schedule([part.node for part in parts], pass_, self.overlap, splits)
+        path = in_order(splits, self.orders.get(pass_, ROOT_FIRST) if self.overlap else ROOT_FIRST)
+        return build_schedule(path, pass_, self.overlap, splits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,14 +240,16 @@ class _NestedAttention(torch.autograd.Function):
         inputs, output_THV, states = saved[:3], saved[3], saved[4:]
         shapes = (*dout_THV.shape[:2], ctx.head_dim), *ctx.kv_shapes
         grads = [dout_THV.new_zeros(shape) for shape in shapes]
-        dsink_H = None if sink_H is None else torch.zeros_like(sink_H, dtype=torch.float64)
         state_of = {}
         for place, part in enumerate(call.remaining()):
             q, k, v, out, lse = states[5 * place : 5 * place + 5]
             out = output_THV[part.buffer_slice] if out is None else out
             state_of[part.node] = HeadsState(q, k, v, out, lse)
         parts, passes = call.batch.layout.slices, {}
-        for part in parts:
+        dsink_NH = None  # a row a node, so that their order changes no bit of the sum
+        if sink_H is not None:
+            dsink_NH = sink_H.new_zeros(len(parts), len(sink_H), dtype=torch.float64)
+        for place, part in enumerate(parts):
             rows, saved_output = part.buffer_slice, call.saved.get(part.node)
             first: tuple[Tensor, ...] = ()
             if saved_output is not None:
@@ -254,10 +261,15 @@ class _NestedAttention(torch.autograd.Function):
                 saved_output,
                 first,
                 dout_THV[rows],
-                Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H),
+                Gradients(
+                    grads[0][rows],
+                    grads[1][rows],
+                    grads[2][rows],
+                    None if dsink_NH is None else dsink_NH[place],
+                ),
             )
         call.play(parts, Pass.BWD, passes)
-        return (*grads, None if dsink_H is None else dsink_H.to(sink_H.dtype), None)
+        return (*grads, None if dsink_NH is None else dsink_NH.sum(0).to(sink_H.dtype), None)
 
 
 def nested_attention(

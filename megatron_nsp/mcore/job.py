@@ -15,7 +15,8 @@ from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
 from megatron_nsp.mcore.model import kept_by, model_shape, recomputed
-from megatron_nsp.mcore.step_log import step_line
+from megatron_nsp.mcore.step_log import ExposedStep, step_line
+from megatron_nsp.order import ALL_ROOT_FIRST
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel, ModelShape
 from megatron_nsp.planner.policies import check_can_train
@@ -26,8 +27,10 @@ from megatron_nsp.planner.window import plan_batch, policy_names
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples, mark_saved
 from megatron_nsp.replay import PlanRecorder, PlanReplay
 from megatron_nsp.sampler import Batch, BatchSampler
+from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.step_planner import (
     MarkSaved,
+    OrderNodes,
     PlanBatch,
     PlannedStep,
     StepPlanner,
@@ -179,7 +182,21 @@ class Job:
             documents.lengths, self.config.batch_tokens, self.max_length, self.args.seed
         )
         can_carry = self.config.token_budget is not None or self._is_replay
-        return StepPlanner(sampler, plan_batch, self.config.plan_ahead, can_carry, first_step, mark)
+        return StepPlanner(
+            sampler,
+            plan_batch,
+            self.config.plan_ahead,
+            can_carry,
+            first_step,
+            mark,
+            self._order_nodes(),
+        )
+
+    def _order_nodes(self) -> OrderNodes:
+        if not self.config.overlap:
+            return lambda plan: ALL_ROOT_FIRST
+        cost = self._cost()
+        return lambda plan: choose_orders(plan, cost)
 
     @property
     def _is_replay(self) -> bool:
@@ -257,9 +274,18 @@ class Job:
             f"sample {self.max_length} tokens"
         )
 
-    def log_step(self, step: PlannedStep) -> None:
+    def log_step(self, step: PlannedStep, before: ExposedStep | None) -> None:
         """Prints the step's line on the last rank and records its plan on rank 0."""
-        if int(os.environ.get("RANK", "0")) == self.args.world_size - 1:
-            print(step_line(step), flush=True)
+        if self._is_last_rank:
+            print(step_line(step, before), flush=True)
         if self.recorder is not None:
             self.recorder.write(step.number, step.plan)
+
+    def log_end(self, last: ExposedStep | None) -> None:
+        """Prints on the last rank what was measured in the run's last step."""
+        if last is not None and self._is_last_rank:
+            print(f"nsp: {last}", flush=True)
+
+    @property
+    def _is_last_rank(self) -> bool:
+        return int(os.environ.get("RANK", "0")) == self.args.world_size - 1

@@ -1,14 +1,36 @@
 """The line a run prints for every step, and the record of its plans."""
 
+from typing import NamedTuple
+
 from megatron_nsp.config import BACKENDS
 from megatron_nsp.recompute import NOTHING_SAVED
 from megatron_nsp.step_planner import PlannedStep
 
 
-def step_line(step: PlannedStep) -> str:
-    """One line on what a step holds and how it was planned.
+class ExposedStep(NamedTuple):
+    """For how long compute of this rank was blocked on exchanges in a finished step.
+
+    Attributes:
+        number: steps of the run before it.
+        exposed_ms: over all layers and passes, recomputation too; see `exposed.py`.
+    """
+
+    number: int
+    exposed_ms: float
+
+    def __str__(self) -> str:
+        """As the log says it."""
+        return f"exposed in step {self.number + 1}: {self.exposed_ms:.1f} ms"
+
+
+def step_line(step: PlannedStep, before: ExposedStep | None = None) -> str:
+    """One line on what a step holds and how it was planned, printed when it starts.
 
     Imbalance is the predicted time of the busiest rank over the mean rank.
+
+    Args:
+        step: the step.
+        before: what was measured in the step before it.
     """
     parts = [
         f"nsp step {step.number + 1}",
@@ -35,6 +57,8 @@ def step_line(step: PlannedStep) -> str:
         parts.append(f"left out: {batch.num_empty} empty")
     if len(step.plan.carried):
         parts.append(f"carried to the next step: {len(step.plan.carried)}")
+    if before is not None:
+        parts.append(str(before))
     return " | ".join(parts)
 
 

@@ -13,6 +13,7 @@ from megatron_nsp.report import svg
 from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.simulator.attention import Clocks, Event, run_attention
 from megatron_nsp.simulator.network import active_paths
+from megatron_nsp.simulator.order_search import choose_orders, orders_of_trees
 from megatron_nsp.tree import SPTree
 
 _LEFT, _ROW = 70, 24
@@ -172,11 +173,13 @@ def _stacked(values: np.ndarray, labels: list[str], unit: str, limit: float | No
 def _queues(plan: Plan, micro_batch: int, cost: CostModel) -> str:
     """Attention of one layer, forward and then backward, on both queues of some ranks."""
     tree = plan.tree
-    paths = active_paths(plan, micro_batch, cost)
+    orders = choose_orders(plan, cost)
     zeros = np.zeros(tree.num_ranks)
     clocks = Clocks(zeros.copy(), zeros.copy())
     events: list[Event] = []
     for pass_ in Pass:
+        listed = orders_of_trees(orders, plan, micro_batch, pass_)
+        paths = active_paths(plan, micro_batch, cost, listed)
         run_attention(paths, pass_, clocks, overlap=True, events=events)
     end_us = max(float(clocks.compute_us.max()), 1e-12)
     stride = -(-tree.num_ranks // _MOST_RANKS_SHOWN)

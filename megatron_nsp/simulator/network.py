@@ -1,21 +1,23 @@
-"""The active nodes of one micro-batch, laid out for the simulator: one row a place on the path.
+"""The active nodes of one micro-batch, laid out for the simulator: one row a place in the order.
 
-All ranks of a node share its ancestors, so the i-th active node on a rank's path is the i-th on the
-path of every member. Row i of the arrays below holds, for each rank, the times of the i-th active
-node on its path; ranks of one node are neighbours, so a node is a run of equal entries.
+Ranks run their active nodes in the order of their tree, row by row; a rank with fewer of them than
+others has none in the first or the last rows. Members of a node have it in the same row, and are
+neighbours, so a node is a run of equal entries of a row.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_nsp.order import ROOT_FIRST, Order, whole_order
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.schedule import Pass, Phase, Step, build_schedule
-from megatron_nsp.split import Split
+from megatron_nsp.split import ULYSSES, Split
 from megatron_nsp.tree import Node
 
 BoolArray = npt.NDArray[np.bool_]
@@ -26,15 +28,15 @@ _FIRST, _LATER = range(2)
 
 @dataclass(frozen=True, eq=False)
 class ActivePaths:
-    """A micro-batch on P ranks whose longest active path has N nodes.
+    """A micro-batch on P ranks, in N rows.
 
     Attributes:
-        is_active: `[N, P]` whether the rank's path has an i-th active node.
+        is_active: `[N, P]` whether the rank has a node in row i.
         starts: N arrays, the first rank of each node of row i; ranks without one stand alone.
         degree: `[N, P]` degree of the node.
         node: `[N, P]` number of the node, depth by depth; -1 where there is none.
         ring_degree: `[N, P]` ring members of the node.
-        splits: P lists, how the active nodes on each rank's path are split.
+        splits: P lists, each row in which the rank has a node, and how that is split.
         phase_us: per pass, phase and first or later round `[N, P]` time of one layer, latency
             included.
         tokens: `[P]` tokens of each rank.
@@ -45,14 +47,14 @@ class ActivePaths:
     degree: IntArray
     node: IntArray
     ring_degree: IntArray
-    splits: tuple[tuple[Split, ...], ...]
+    splits: tuple[tuple[tuple[int, Split], ...], ...]
     phase_us: dict[tuple[Pass, Phase, int], FloatArray]
     tokens: IntArray
     _orders: dict[tuple[Pass, bool], list[tuple[Step, BoolArray]]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
-        """Nodes on the longest active path (N)."""
+        """Rows (N): nodes of the longest active path, more where shorter ones reach beyond it."""
         return len(self.is_active)
 
     def sync(self, row: int, times_us: FloatArray) -> FloatArray:
@@ -90,11 +92,10 @@ class ActivePaths:
         return self._orders[pass_, overlap]
 
     def _merged(self, pass_: Pass, overlap: bool) -> list[tuple[Step, BoolArray]]:
-        schedules: dict[tuple[Split, ...], tuple[Step, ...]] = {}
+        schedules: dict[tuple[tuple[int, Split], ...], tuple[Step, ...]] = {}
         for splits in dict.fromkeys(self.splits):
-            path = [Node(row, 0) for row in range(len(splits))]
-            split_of = dict(zip(path, splits, strict=True))
-            schedules[splits] = build_schedule(path, pass_, overlap, split_of)
+            split_of = {Node(row, 0): split for row, split in splits}
+            schedules[splits] = build_schedule([*split_of], pass_, overlap, split_of)
         steps = list(dict.fromkeys(step for schedule in schedules.values() for step in schedule))
         number = {step: place for place, step in enumerate(steps)}
         longest = max(map(len, schedules.values()), default=0)
@@ -118,30 +119,71 @@ class ActivePaths:
         return merged
 
 
-def active_paths(plan: Plan, micro_batch: int, cost: CostModel) -> ActivePaths:
-    """Lays out one micro-batch of a plan, with the times the cost model predicts for one layer."""
-    tree, num_ranks = plan.tree, plan.tree.num_ranks
-    paths = [plan.active_path(rank, micro_batch) for rank in range(num_ranks)]
-    num_rows = max(map(len, paths), default=0)
-    number = {node: place for place, node in enumerate(tree.nodes())}
-    node = np.full((num_rows, num_ranks), -1, dtype=np.int64)
-    degree = np.ones((num_rows, num_ranks), dtype=np.int64)
-    ring_degree = np.ones((num_rows, num_ranks), dtype=np.int64)
-    for rank, path in enumerate(paths):
-        for row, entry in enumerate(path):
-            node[row, rank], degree[row, rank] = number[entry], tree.degree(entry)
-            ring_degree[row, rank] = plan.split_of(entry, micro_batch).ring_degree
-    node_us = _node_us(plan, micro_batch, cost, number)
+def active_paths(
+    plan: Plan, micro_batch: int, cost: CostModel, orders: Sequence[Order] = ()
+) -> ActivePaths:
+    """Lays out one micro-batch of a plan, with the times the cost model predicts for one layer.
+
+    Args:
+        plan: the plan.
+        micro_batch: which of its passes.
+        cost: the cost model.
+        orders: in which order each tree runs its nodes; root first if there are none. C times as
+            many lay out C copies of all ranks, side by side.
+    """
+    tree = plan.tree
+    orders = orders or [ROOT_FIRST] * (tree.num_ranks // tree.max_degree)
+    num_at = [tree.num_nodes(depth) for depth in range(tree.num_depths)]
+    first, num_nodes = np.cumsum([0, *num_at]), sum(num_at)
+    number_of = {node: place for place, node in enumerate(tree.nodes())}
+    is_active, ring_of = np.zeros(num_nodes, dtype=bool), np.ones(num_nodes, dtype=np.int64)
+    split_of = [ULYSSES] * num_nodes
+    for active in plan.active_nodes(micro_batch):
+        own = number_of[active]
+        is_active[own], split_of[own] = True, plan.split_of(active, micro_batch)
+        ring_of[own] = split_of[own].ring_degree
+    listed = np.array([whole_order(order, tree.num_depths) for order in orders]).T
+    depth = np.repeat(listed, tree.max_degree, axis=1)
+    copy, rank = np.divmod(np.arange(depth.shape[1]), tree.num_ranks)
+    degree_at = np.array(tree.degrees[::-1])
+    number = first[depth] + rank // degree_at[depth]
+    place, column = np.nonzero(is_active[number])
+    row = _rows(is_active[number], depth)[place, column]
+    shape = int(row.max(initial=-1)) + 1, len(rank)
+    node = np.full(shape, -1, dtype=np.int64)
+    degree = np.ones(shape, dtype=np.int64)
+    node[row, column] = number[place, column]
+    degree[row, column] = degree_at[depth[place, column]]
+    node_us = _node_us(plan, micro_batch, cost, number_of)
     return ActivePaths(
         is_active=node >= 0,
-        starts=tuple(_run_starts(row) for row in node),
+        starts=tuple(_run_starts(np.where(line < 0, -1, line + num_nodes * copy)) for line in node),
         degree=degree,
         node=node,
-        ring_degree=ring_degree,
-        splits=tuple(tuple(plan.split_of(entry, micro_batch) for entry in path) for path in paths),
+        ring_degree=np.where(node >= 0, ring_of[node], 1),
+        splits=tuple(
+            tuple((place, split_of[line[place]]) for place in np.flatnonzero(line >= 0).tolist())
+            for line in node.T
+        ),
         phase_us={key: each_us[node] * (node >= 0) for key, each_us in node_us.items()},
-        tokens=plan.token_load(micro_batch),
+        tokens=np.tile(plan.token_load(micro_batch), len(rank) // tree.num_ranks),
     )
+
+
+def _rows(is_listed: BoolArray, depth: IntArray) -> IntArray:
+    """Row of each entry of the ranks' lists, so that members of a node have it in the same one.
+
+    Whoever shares a node shares all shallower ones too, in one unbroken run (`order.safe_orders`),
+    so counting from the shallowest active node gives members the same number.
+
+    Args:
+        is_listed: `[depths, P]` whether an entry is an active node.
+        depth: `[depths, P]` its depth.
+    """
+    place = np.cumsum(is_listed, axis=0)
+    shallowest = np.where(is_listed, depth, len(depth)).argmin(axis=0)
+    row: IntArray = place - np.take_along_axis(place, shallowest[None], axis=0)
+    return row - row[is_listed].min(initial=0)
 
 
 def _run_starts(row: IntArray) -> IntArray:

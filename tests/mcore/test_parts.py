@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_nsp.attention import NestedBatch
 from megatron_nsp.backends.node import SavedOutput
 from megatron_nsp.kernels import AttentionMask
+from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import model_of
 from megatron_nsp.mcore.params import NestedSeqParams
@@ -206,3 +207,11 @@ def test_a_batch_that_runs_once_more_begins_with_nothing_kept() -> None:
     batch.kept[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
     params = NestedSeqParams.of(batch, SimpleNamespace(), torch.arange(5))
     assert params.nested is batch and not batch.kept
+
+
+@pytest.mark.parametrize("value", [None, "1", "8", "32"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_i4_one_hardware_queue_is_said_and_warned_of_once(value: str | None, overlap: bool) -> None:
+    lines = describe_connections(value, overlap)
+    assert lines[0].endswith("not set" if value is None else f" {value}")
+    assert [("warning" in line) for line in lines[1:]] == [True] * (value == "1" and overlap)

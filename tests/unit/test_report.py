@@ -22,7 +22,8 @@ nsp step 1 | samples: 9 | tokens: 300 | targets: 291 | predicted: 12.5 ms | imba
 tokens per degree: 1: 100% | plan: 1.0 ms, waited 0.2 ms
  [2026-11-30] iteration        1/       2 | lm loss: 5.500000E+00 | loss scale: 1.0 |
 nsp step 2 | samples: 4 | tokens: 310 | targets: 306 | predicted: 14.5 ms | imbalance: 1.010 | \
-tokens per degree: 4: 100% | plan: 1.0 ms, waited 0.0 ms | carried to the next step: 3
+tokens per degree: 4: 100% | plan: 1.0 ms, waited 0.0 ms | carried to the next step: 3 | \
+exposed in step 1: 8.5 ms
  [2026-11-30] iteration        2/       2 | lm loss: 5.250000E+00 | loss scale: 1.0 |
 """
 
@@ -119,7 +120,14 @@ def test_many_ranks_share_bars_and_one_rank_is_enough(
 def test_a_log_shows_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.log").write_text(LOG)
     html = page_of(tmp_path / "run.log", capsys)
-    for part in ("lm loss", "predicted imbalance", "14.5 ms", "1 to 2", "waiting for plans"):
+    for part in (
+        "lm loss",
+        "predicted imbalance",
+        "14.5 ms",
+        "1 to 2",
+        "waiting for plans",
+        "8.5 ms",
+    ):
         assert part in html
     assert "<td>steps that left samples out or carried some</td><td>1</td>" in html
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_nsp.mcore.step_log import step_line
+from megatron_nsp.mcore.step_log import ExposedStep, step_line
 from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.recompute import SavedSamples
@@ -32,11 +32,13 @@ def test_a_step_with_everything() -> None:
     # The ranks are busy for 4000, 1000, 2000 and 1000 us: 4000 over the mean of 2000.
     # The step lasts 1100 forward, 2900 backward and the bias of 500 us.
     times = score([1000, 200, 500, 200], [2800, 600, 1300, 600], [100, 100, 100, 100])
-    assert step_line(PlannedStep(41, batch, plan, times, plan_ms=12.34, waited_ms=0.56)) == (
+    step = PlannedStep(41, batch, plan, times, plan_ms=12.34, waited_ms=0.56)
+    assert step_line(step, ExposedStep(40, 7.89)) == (
         "nsp step 42 | samples: 3 | tokens: 50 | targets: 47 | predicted: 4.5 ms | "
         "imbalance: 2.000 | tokens per degree: 1: 20%, 4: 80% | plan: 12.3 ms, waited 0.6 ms | "
         "left out: 4 over-long (7777 tokens: documents 11, 5, 8 and 1 more) | "
-        "left out: 2 empty | carried to the next step: 2"
+        "left out: 2 empty | carried to the next step: 2 | "
+        "exposed in step 41: 7.9 ms"
     )
 
 
