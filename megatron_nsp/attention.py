@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_nsp.backends.base import NodeCall
-from megatron_nsp.backends.blocks import Rounds, node_rounds, split_for
+from megatron_nsp.backends.blocks import Filled, Rounds, node_rounds, split_for
+from megatron_nsp.backends.native import NativeBackward, NativeForward, check_native
 from megatron_nsp.backends.node import (
     Gradients,
     HeadsState,
@@ -23,7 +24,7 @@ from megatron_nsp.backends.node import (
 )
 from megatron_nsp.executor import CommunicationQueue, play
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionKernel, AttentionMask
+from megatron_nsp.kernels import AttentionKernel, AttentionMask, NativeAttention
 from megatron_nsp.layout import NodeSlice, RankLayout, rank_layout
 from megatron_nsp.plan import Plan
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
@@ -53,6 +54,7 @@ class NestedBatch:
     saved_samples: SavedSamples = NOTHING_SAVED
     kept: dict[int, SavedLayer] = field(default_factory=dict)
     _rounds: dict[tuple[Node, int, bool, int | None], Rounds] = field(default_factory=dict)
+    _filled: dict[Node, Filled] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -83,6 +85,12 @@ class NestedBatch:
             self._rounds[key] = node_rounds(part, mask)
         return self._rounds[key]
 
+    def filled(self, part: NodeSlice) -> Filled:
+        """How the samples of a native node are filled up."""
+        if part.node not in self._filled:
+            self._filled[part.node] = Filled.of(part)
+        return self._filled[part.node]
+
     def steps(
         self, parts: Sequence[NodeSlice], pass_: Pass, mask: AttentionMask
     ) -> tuple[Step, ...]:
@@ -99,11 +107,13 @@ class AttentionRuntime:
         groups: the tree's groups.
         kernel: attention kernel.
         queue: communication queue.
+        native: what runs the nodes that Transformer Engine is to run itself.
     """
 
     groups: NestedGroups
     kernel: AttentionKernel
     queue: CommunicationQueue
+    native: NativeAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -131,15 +141,20 @@ class _Call:
     """Of a recomputation: what the first pass kept."""
     keeps: bool
     """Whether this is a first pass that will be recomputed."""
+    has_backward: bool
+    """Whether backward of this very pass may follow."""
 
     def node(self, part: NodeSlice, sink_H: Tensor | None) -> NodeCall:
+        is_native = part.split.is_native
         return NodeCall(
             part=part,
-            rounds=self.batch.rounds(part, self.mask),
+            rounds=() if is_native else self.batch.rounds(part, self.mask),
             group=self.runtime.groups.group(part.node),
             kernel=self.runtime.kernel,
             mask=self.mask,
             sink_H=sink_H,
+            filled=self.batch.filled(part) if is_native else None,
+            native=self.runtime.native,
         )
 
     def remaining(self) -> list[NodeSlice]:
@@ -182,12 +197,15 @@ class _NestedAttention(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         out_THV = q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[2])
-        parts, passes = call.remaining(), {}
+        parts: list[NodeSlice] = call.remaining()
+        passes: dict[Node, Any] = {}
         for part in parts:
-            rows = part.buffer_slice
-            passes[part.node] = NodeForward(
-                call.node(part, sink_H), q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
-            )
+            rows, node = part.buffer_slice, call.node(part, sink_H)
+            tensors = q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
+            if part.split.is_native:
+                passes[part.node] = NativeForward(node, *tensors, call.has_backward)
+            else:
+                passes[part.node] = NodeForward(node, *tensors)
         call.play(parts, Pass.FWD, passes)
         for part in call.batch.layout.slices:
             if part.node in call.saved:
@@ -195,7 +213,10 @@ class _NestedAttention(torch.autograd.Function):
                 out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
         if call.keeps:
             call.keep(out_THV, passes)
-        states = [passes[part.node].state.tensors for part in parts]
+        own = [part.node for part in parts if not part.split.is_native]
+        states = [passes[node].state.tensors for node in own]
+        # Tensors that carry a graph: what it holds is saved by it.
+        ctx.graphs = {node: passes[node].graph for node in passes if node not in own}
         inputs = (q_THD, k_TKD, v_TKV) if call.saved else (None, None, None)
         ctx.save_for_backward(sink_H, *inputs, *(x for state in states for x in state))
         ctx.kv_shapes = k_TKD.shape, v_TKV.shape
@@ -211,13 +232,20 @@ class _NestedAttention(torch.autograd.Function):
         shapes = (*dout_THV.shape[:2], ctx.head_dim), *ctx.kv_shapes
         grads = [dout_THV.new_zeros(shape) for shape in shapes]
         dsink_H = None if sink_H is None else torch.zeros_like(sink_H, dtype=torch.float64)
+        own = [part.node for part in call.remaining() if not part.split.is_native]
         state_of = {
-            part.node: HeadsState(*states[5 * place : 5 * place + 5])
-            for place, part in enumerate(call.remaining())
+            node: HeadsState(*states[5 * place : 5 * place + 5]) for place, node in enumerate(own)
         }
-        parts, passes = call.batch.layout.slices, {}
+        parts = call.batch.layout.slices
+        passes: dict[Node, Any] = {}
         for part in parts:
             rows, saved_output = part.buffer_slice, call.saved.get(part.node)
+            node_grads = Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H)
+            if part.split.is_native:
+                passes[part.node] = NativeBackward(
+                    call.node(part, None), ctx.graphs.pop(part.node), dout_THV[rows], node_grads
+                )
+                continue
             first: tuple[Tensor, ...] = ()
             if saved_output is not None:
                 start = part.buffer_start
@@ -228,7 +256,7 @@ class _NestedAttention(torch.autograd.Function):
                 saved_output,
                 first,
                 dout_THV[rows],
-                Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H),
+                node_grads,
             )
         call.play(parts, Pass.BWD, passes)
         return (*grads, None if dsink_H is None else dsink_H.to(sink_H.dtype), None)
@@ -265,7 +293,8 @@ def nested_attention(
         `out_THV`, zeros in filler rows.
 
     Raises:
-        ValueError: the tensors do not have the rows of the batch's buffer.
+        ValueError: the tensors do not have the rows of the batch's buffer, or Transformer Engine
+            is to run a node that it cannot.
     """
     if q_THD.shape[0] != batch.layout.buffer_tokens:
         raise ValueError(
@@ -276,6 +305,11 @@ def nested_attention(
     is_first = not torch.is_grad_enabled() and layer is not None and layer.is_training
     if layer is not None and not is_first:
         saved = batch.kept.pop(layer.number, {})
-    call = _Call(batch, mask, runtime, layer, saved, is_first and any(batch.num_saved.values()))
+    keeps = is_first and any(batch.num_saved.values())
+    call = _Call(batch, mask, runtime, layer, saved, keeps, torch.is_grad_enabled())
+    for part in batch.layout.slices:
+        if part.split.is_native:
+            heads = q_THD.shape[1], k_TKD.shape[1]
+            check_native(call.node(part, sink_H), *heads, batch.num_saved[part.node])
     out_THV: Tensor = _NestedAttention.apply(q_THD, k_TKD, v_TKV, sink_H, call)
     return out_THV

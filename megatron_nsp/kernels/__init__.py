@@ -10,12 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_nsp.kernels.base import AttentionKernel, AttentionMask, SampleBounds, require_lse
+from megatron_nsp.kernels.base import (
+    AttentionKernel,
+    AttentionMask,
+    NativeAttention,
+    SampleBounds,
+    require_lse,
+)
 
 __all__ = [
     "KERNELS",
     "AttentionKernel",
     "AttentionMask",
+    "NativeAttention",
     "SampleBounds",
     "choose_kernel",
     "require_lse",
