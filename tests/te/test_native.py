@@ -2,7 +2,6 @@
 with nodes of other kinds, against the definition.
 """
 
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -86,7 +85,7 @@ def test_te_as_a_node_of_a_path_is_the_definition(outer: str) -> None:
     others = [kind for kind in ("ulysses", *OUTER, *NATIVE) if kind != outer]
     plans = [plan_of(outer, outer), *(plan_of(outer, x) for x in others)]
     plans += [plan_of(x, outer) for x in others]
-    cases = list(product(plans, [16], [16])) + [(plan_of(outer, outer), 20, 12)]
+    cases = [*((plan, 16, 16) for plan in plans), (plan_of(outer, outer), 20, 12)]
     per_rank = run_ranks(4, on_rank, cases, timeout_s=120)
     for case, *ranks in zip(cases, *per_rank, strict=True):
         exact = attention_oracle(draw(case), case[0].lengths, MASK)
