@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-BENCHMARKS = ("planner.py", "basp.py", "overhead.py")
+BENCHMARKS = ("planner.py", "basp.py", "backends.py", "overhead.py")
 
 
 def main() -> int:

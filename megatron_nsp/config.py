@@ -7,7 +7,11 @@ from dataclasses import dataclass, fields
 
 from megatron_nsp.tree import SPTree
 
+BACKENDS = ("auto", "ulysses", "ring", "usp", "gather")
 OVER_LONG_POLICIES = ("filter", "error")
+DEFAULT_DEGREE = 64
+"""Where the default chain of degrees ends if heads do not end it: rings get long."""
+
 MOST_TOKENS = 2**31 - 1
 """Positions and sequence boundaries are 32-bit numbers in every attention kernel."""
 
@@ -21,10 +25,17 @@ class NSPConfig:
 
     max_degree: int | None = None
     """Largest degree of the default chain 1, 2, 4, ...; without it the largest power of two that
-    divides the domain and that the attention heads allow."""
+    divides the domain and that the attention heads allow, or 64 where heads limit no degree and
+    allow less."""
 
     degrees: tuple[int, ...] | None = None
     """The whole chain of degrees instead, for example 1,3,6; each degree divides the next."""
+
+    backend: str = "auto"
+    """How the ranks of a node divide attention: 'ulysses' (heads, which must divide), 'ring'
+    (tokens; keys travel from rank to rank), 'usp' (heads as far as they and hosts allow, tokens
+    beyond), 'gather' (tokens; all keys are sent to all ranks), or 'auto', for each node what is
+    fastest."""
 
     batch_tokens: int = 16384
     """Tokens of one optimizer step: whole samples are drawn until this many are reached."""
@@ -86,11 +97,10 @@ class NSPConfig:
         for name in ("batch_tokens", "max_length", "token_budget", "max_degree"):
             check_range(flag(name), getattr(self, name), 1, MOST_TOKENS)
         check_range(flag("plan_ahead"), self.plan_ahead, 0)
-        if self.over_long not in OVER_LONG_POLICIES:
-            raise ValueError(
-                f"{flag('over_long')} must be one of {', '.join(OVER_LONG_POLICIES)}, "
-                f"got {self.over_long}"
-            )
+        for name, known in (("over_long", OVER_LONG_POLICIES), ("backend", BACKENDS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{flag(name)} must be one of {', '.join(known)}, got {value}")
         if self.input_layout != "plan" and self.static_degree is None:
             raise ValueError(
                 f"{flag('input_layout')} must be plan or static:N with N at least 1, got "
@@ -162,7 +172,8 @@ def build_tree(
         num_kv_heads: key/value heads on a tensor-parallel rank.
 
     Raises:
-        ValueError: a degree does not divide the ranks or the heads; names flag and numbers.
+        ValueError: a degree does not divide the ranks, or the heads where only heads may be split;
+            names flag and numbers.
     """
     chosen = "degrees" if config.degrees is not None else "max_degree"
     try:
@@ -175,12 +186,16 @@ def build_tree(
     if num_heads is None or num_kv_heads is None:
         return tree
     admissible = tuple(d for d in tree.degrees if is_admissible(d, num_heads, num_kv_heads))
-    if config.degrees is None and config.max_degree is None:
+    is_default = config.degrees is None and config.max_degree is None
+    if config.backend != "ulysses":
+        most = max(*admissible, DEFAULT_DEGREE) if is_default else tree.max_degree
+        return SPTree(num_ranks, tuple(d for d in tree.degrees if d <= most))
+    if is_default:
         return SPTree(num_ranks, admissible)
     for degree in tree.degrees:
         if degree not in admissible:
             raise ValueError(
                 f"{flag(chosen)}: degree {degree} cannot split {num_heads} query and "
-                f"{num_kv_heads} key/value heads evenly"
+                f"{num_kv_heads} key/value heads evenly, as {flag('backend')} ulysses must"
             )
     return tree

@@ -17,7 +17,10 @@ that brings the next keys and a compute phase; in backward each round after the 
 gradients (R) to where its keys came from, and the epilogue waits for what others return:
 
     forward    P0.0 P0.1 C0.0 P0.2 C0.1 P1 C0.2 E0 C1 E1
-    backward   P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1 C0.2 R0.2 C1 E0 E1
+    backward   P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1 C0.2 R0.2 E0 C1 E1
+
+That wait could hide under C1. But then members would meet once more after C1, which takes some of
+them much longer than others, and those that are done would wait in every layer.
 
 A node that Transformer Engine runs itself is one native step (N), which computes and communicates
 and of which we see neither start nor end of an exchange. A rank has one exchange in flight at a
@@ -100,15 +103,13 @@ def build_schedule(
     """
     rounds = [(node, r) for node in path for r in range(num_rounds(_split(node, splits)))]
     steps: list[Step] = []
-    waiting: list[Step] = []  # epilogues that first need what other members return
     num_issued = 0  # rounds whose prologue is in the list
     for place, (node, number) in enumerate(rounds):
         if _split(node, splits).is_native:
-            steps += [*waiting, Step(pass_, node, Phase.NATIVE)]
-            waiting, num_issued = [], place + 1
+            steps.append(Step(pass_, node, Phase.NATIVE))
+            num_issued = place + 1
             continue
-        ahead = rounds[num_issued : place + (2 if overlap else 1)]
-        for following, its_number in ahead:
+        for following, its_number in rounds[num_issued : place + (2 if overlap else 1)]:
             if _split(following, splits).is_native:
                 break
             steps.append(Step(pass_, following, Phase.PROLOGUE, its_number))
@@ -116,13 +117,9 @@ def build_schedule(
         steps.append(Step(pass_, node, Phase.COMPUTE, number))
         if pass_ is Pass.BWD and number:
             steps.append(Step(pass_, node, Phase.RETURN, number))
-        steps += waiting
-        is_last = number == num_rounds(_split(node, splits)) - 1
-        waiting = [Step(pass_, node, Phase.EPILOGUE)] if is_last else []
-        if not (overlap and pass_ is Pass.BWD and number):
-            steps += waiting
-            waiting = []
-    return (*steps, *waiting)
+        if number == num_rounds(_split(node, splits)) - 1:
+            steps.append(Step(pass_, node, Phase.EPILOGUE))
+    return tuple(steps)
 
 
 def _split(node: Node, splits: Mapping[Node, Split] | None) -> Split:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     check_ranges(args, setting.RANGES | _RANGES)
     if args.plot and not (args.plot.endswith(".png") and Path(args.plot).parent.is_dir()):
         raise ValueError(f"--plot takes a .png in a folder that exists, got {args.plot}")
-    cost = setting.cost_model(args)
+    cost = replace(setting.cost_model(args), overlap=not args.no_overlap)
     batches = draw_batches(args)
     policies = chosen_policies(args.policies, cost)
     rules = _setting(args, cost, batches)

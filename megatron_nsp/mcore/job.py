@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_nsp.config import NSPConfig, check_ranges, flag
+from megatron_nsp.config import NSPConfig, check_ranges, flag, is_admissible
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import choose_kernel
 from megatron_nsp.mcore import validate
@@ -29,8 +29,16 @@ from megatron_nsp.tree import SPTree
 REPLAY_PREFIX = "file:"
 
 
-def check_policy(config: NSPConfig, tree: SPTree, num_micro_batches: int) -> None:
+def check_policy(
+    config: NSPConfig, tree: SPTree, num_micro_batches: int, heads: tuple[int, int]
+) -> None:
     """Checks that the policy exists and can plan a training run.
+
+    Args:
+        config: the settings.
+        tree: the SP tree.
+        num_micro_batches: passes of a step.
+        heads: query and key/value heads on a tensor-parallel rank.
 
     Raises:
         ValueError: it does not or cannot, or its recorded plans are for another job.
@@ -39,7 +47,7 @@ def check_policy(config: NSPConfig, tree: SPTree, num_micro_batches: int) -> Non
         path = config.policy.removeprefix(REPLAY_PREFIX)
         if config.record_plans and os.path.realpath(config.record_plans) == os.path.realpath(path):
             raise ValueError(f"{flag('record_plans')} {path} would overwrite the plans it replays")
-        PlanReplay(path, tree, num_micro_batches, config.token_budget)
+        PlanReplay(path, tree, num_micro_batches, config.token_budget, heads)
         return
     names = policy_names(tree, MEGATRON_POLICIES)
     if config.policy not in names:
@@ -89,7 +97,8 @@ class Job:
         """
         config.validate()
         check_ranges(args, validate.RANGES)
-        tree = validate.job_tree(args, config)
+        profile = load_profile(config.profile or ("cpu-gloo" if config.cpu else "h100-ib"))
+        tree = validate.job_tree(args, config, profile)
         validate.check_input_layout(config, tree.num_ranks)
         num_micro_batches = validate.check_loop(args, tree.num_ranks)
         validate.check_attention(args)
@@ -99,9 +108,16 @@ class Job:
         max_length = config.max_length or args.seq_length
         validate.check_positions(args, max_length)
 
+        heads = validate.heads_per_rank(args)
+        is_chunked = tree.max_degree > 1 and (
+            config.backend not in ("auto", "ulysses") or not is_admissible(tree.max_degree, *heads)
+        )
+
         def open_documents(data_flag: str, prefixes: Sequence[str] | None) -> Documents:
             documents = Documents(prefixes or (), data_flag)
-            validate.check_lengths(config, documents, max_length, tree, data_flag)
+            validate.check_lengths(
+                config, documents, max_length, tree, data_flag, is_chunked=is_chunked
+            )
             return documents
 
         if args.train_data_path:
@@ -111,7 +127,7 @@ class Job:
         valid_documents = None
         if args.eval_iters:
             valid_documents = open_documents("--valid-data-path", args.valid_data_path)
-        check_policy(config, tree, num_micro_batches)
+        check_policy(config, tree, num_micro_batches, heads)
         choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
         is_recorder = os.environ.get("RANK", "0") == "0"
         return cls(
@@ -123,7 +139,7 @@ class Job:
             row_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
             documents=documents,
             valid_documents=valid_documents,
-            profile=load_profile(config.profile or ("cpu-gloo" if config.cpu else "h100-ib")),
+            profile=profile,
             recorder=(
                 PlanRecorder(config.record_plans) if config.record_plans and is_recorder else None
             ),
@@ -159,7 +175,9 @@ class Job:
             self.profile,
             model_shape(self.args, bytes_per_element),
             self.tree,
+            self.config.backend,
             recompute=recomputed(self.args),
+            overlap=self.config.overlap,
         )
 
     def _plan_batch(self) -> PlanBatch:
@@ -201,7 +219,7 @@ class Job:
             f"nsp: {self.tree.num_ranks} ranks in the domain, degrees {list(self.tree.degrees)}, "
             f"{groups.num_groups} of {groups.num_creations} groups on this rank, kernel "
             f"{kernel_name}, profile {self.profile.name}{estimate}, policy {self.config.policy}, "
-            f"input layout {self.config.input_layout}, "
+            f"backend {self.config.backend}, input layout {self.config.input_layout}, "
             f"{self.num_micro_batches} passes a step of {self.config.batch_tokens} tokens, longest "
             f"sample {self.max_length} tokens"
         )

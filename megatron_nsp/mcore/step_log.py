@@ -1,5 +1,6 @@
 """The line a run prints for every step, and the record of its plans."""
 
+from megatron_nsp.config import BACKENDS
 from megatron_nsp.step_planner import PlannedStep
 
 
@@ -18,6 +19,8 @@ def step_line(step: PlannedStep) -> str:
         f"tokens per degree: {degree_shares(step)}",
         f"plan: {step.plan_ms:.1f} ms, waited {step.waited_ms:.1f} ms",
     ]
+    if step.plan.splits:
+        parts.append(f"nodes: {backend_counts(step)}")
     batch = step.batch
     if len(batch.over_long):
         parts.append(
@@ -49,6 +52,17 @@ def degree_shares(step: PlannedStep) -> str:
         if at_degree.any():
             shares.append(f"{degree}: {100 * int(plan.lengths[at_degree].sum()) / total:.0f}%")
     return ", ".join(shares) or "none"
+
+
+def backend_counts(step: PlannedStep) -> str:
+    """How many nodes above degree 1 each backend has, for example `ulysses: 3, ring: 1`."""
+    plan, counts = step.plan, dict.fromkeys(BACKENDS[1:], 0)
+    for micro_batch in range(plan.num_micro_batches):
+        for node in plan.active_nodes(micro_batch):
+            degree = plan.tree.degree(node)
+            if degree > 1:
+                counts[plan.split_of(node, micro_batch).backend(degree)] += 1
+    return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
 
 
 def _some(numbers: list[int], most: int = 3) -> str:

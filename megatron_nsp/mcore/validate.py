@@ -5,10 +5,12 @@ the same verdict, since they look at the same flags and the same index file.
 """
 
 import argparse
+from dataclasses import replace
 
 from megatron_nsp.config import NSPConfig, Range, build_tree, flag
 from megatron_nsp.input_layout import static_groups
 from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.planner.profile import Profile
 from megatron_nsp.tree import SPTree
 
 
@@ -252,8 +254,12 @@ def check_lengths(
     max_length: int,
     tree: SPTree,
     data_flag: str = "--data-path",
+    is_chunked: bool = False,
 ) -> None:
     """Checks the documents of `data_flag` against the longest length and the token budget.
+
+    `is_chunked` says that nodes of the largest degree always have ring members, which hold two
+    chunks of a sample.
 
     Raises:
         ValueError: names the document, its length and the limit.
@@ -273,7 +279,8 @@ def check_lengths(
             f"{max_length} tokens"
         )
     longest = int(usable.max())
-    needed = -(-longest // tree.max_degree)
+    chunks = 2 if is_chunked else 1
+    needed = chunks * -(-longest // (chunks * tree.max_degree))
     if config.token_budget is not None and needed > config.token_budget:
         raise ValueError(
             f"{flag('token_budget')} {config.token_budget} is too small: the longest sample of "
@@ -282,12 +289,21 @@ def check_lengths(
         )
 
 
-def job_tree(args: argparse.Namespace, config: NSPConfig) -> SPTree:
+def job_tree(args: argparse.Namespace, config: NSPConfig, profile: Profile) -> SPTree:
     """The SP tree of a job's flags.
+
+    A profile that holds one model's times knows Ulysses alone, whose degrees heads limit.
 
     Raises:
         ValueError: see `config.build_tree`, `domain_size` and `heads_per_rank`.
     """
+    if profile.fitted is not None:
+        if config.backend not in ("auto", "ulysses"):
+            raise ValueError(
+                f"{flag('backend')} must be auto or ulysses with {flag('profile')} {profile.name}, "
+                f"which holds the times of one model with Ulysses, got {config.backend}"
+            )
+        config = replace(config, backend="ulysses")
     return build_tree(config, domain_size(args), *heads_per_rank(args))
 
 

@@ -17,7 +17,11 @@ BAD = {
     "--nsp-max-degree 4": "--nsp-max-degree: degree 4 does not divide the 6 ranks",
     "--nsp-max-degree 3": "--nsp-max-degree: the largest degree must be a power of two, got 3",
     "--nsp-degrees 1,2,3": "--nsp-degrees: each degree must divide the next larger one: 2 and 3",
-    "--nsp-degrees 1,3": "--nsp-degrees: degree 3 cannot split 8 query and 2 key/value heads",
+    "--nsp-degrees 1,3 --nsp-backend ulysses": "--nsp-degrees: degree 3 cannot split 8 query and 2"
+    " key/value heads evenly, as --nsp-backend ulysses must",
+    "--nsp-backend rings": "--nsp-backend must be one of auto, ulysses, ring, usp, gather, got ri",
+    "--nsp-backend ring --nsp-profile flexsp-gpt-7b-a100": "--nsp-backend must be auto or ulysses "
+    "with --nsp-profile flexsp-gpt-7b-a100",
     "--nsp-degrees 1,2 --nsp-max-degree 2": "--nsp-max-degree 2 must not be given",
     "--context-parallel-size 2": "--context-parallel-size must be 1",
     "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of --data-pa"

@@ -11,6 +11,7 @@ from megatron_nsp.config import NSPConfig, build_tree, flag, is_admissible
 FLAGS = {
     "--nsp-max-degree",
     "--nsp-degrees",
+    "--nsp-backend",
     "--nsp-batch-tokens",
     "--nsp-max-length",
     "--nsp-over-long",
@@ -34,11 +35,28 @@ def test_the_flags_are_frozen_and_few() -> None:
 
 def test_b2_inadmissible_degrees_are_never_offered() -> None:
     assert [d for d in (1, 2, 4, 7, 8, 14, 28) if is_admissible(d, 28, 7)] == [1, 7, 14, 28]
-    assert build_tree(NSPConfig(), 8, 28, 7).degrees == (1,)
-    assert build_tree(NSPConfig(), 8, 12, 12).degrees == (1, 2, 4)
-    assert build_tree(NSPConfig(), 8, 8, 1).degrees == (1, 2, 4, 8)
+    heads_alone = NSPConfig(backend="ulysses")
+    assert build_tree(heads_alone, 8, 28, 7).degrees == (1,)
+    assert build_tree(heads_alone, 8, 12, 12).degrees == (1, 2, 4)
+    assert build_tree(heads_alone, 8, 8, 1).degrees == (1, 2, 4, 8)
     with pytest.raises(ValueError, match="degree 2 cannot split 28 query and 7 key/value"):
-        build_tree(NSPConfig(max_degree=8), 8, 28, 7)
+        build_tree(NSPConfig(max_degree=8, backend="ulysses"), 8, 28, 7)
+
+
+@pytest.mark.parametrize("backend", ["auto", "ring", "usp", "gather"])
+def test_where_tokens_may_be_split_heads_limit_no_degree(backend: str) -> None:
+    config = NSPConfig(backend=backend)
+    assert build_tree(config, 8, 28, 7).max_degree == build_tree(config, 8, 5, 5).max_degree == 8
+    assert build_tree(config, 1024, 8, 8).max_degree == 64
+    assert build_tree(config, 1024, 128, 128).max_degree == 128  # as with heads alone
+    assert build_tree(NSPConfig(max_degree=16, backend=backend), 16, 8, 8).max_degree == 16
+    with pytest.raises(ValueError, match="--nsp-max-degree: degree 16 does not divide the 8"):
+        build_tree(NSPConfig(max_degree=16, backend=backend), 8, 8, 8)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--nsp-backend must be one of auto, .*, got rings"):
+        NSPConfig(backend="rings").validate()
 
 
 def test_defaults_are_valid() -> None:

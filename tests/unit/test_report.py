@@ -45,11 +45,13 @@ def rects(html: str, section: str) -> list[ElementTree.Element]:
     return ElementTree.fromstring(re.findall(r"<svg.*?</svg>", part, re.DOTALL)[0]).findall("rect")
 
 
-@pytest.fixture
-def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+@pytest.fixture(params=["ulysses", "ring"])
+def planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> Path:
     """A plan of two micro-batches."""
     words = "plan --lengths 9000,4000,4000,700,500,60 --ranks 8 --token-budget 1400 --json"
-    assert main(words.split()) == 0
+    assert main([*words.split(), "--backend", request.param]) == 0
     (tmp_path / "plan.json").write_text(capsys.readouterr().out)
     return tmp_path / "plan.json"
 
@@ -69,6 +71,10 @@ def test_a_plan_shows_every_node_and_the_tokens_of_every_rank(
         bars = rects(html, f"Tokens of the ranks of micro-batch {number}")
         tokens = [float(bar[0].text.split()[-2].replace(",", "")) for bar in bars]
         assert tokens == plan.token_load(number).tolist()
+        for node in plan.active_nodes(number):
+            tip = next(tip for tip in nodes if tip.startswith(f"node {plan.tree.label(node)}:"))
+            assert plan.tree.degree(node) == 1 or tip.endswith(plan.backend_of(node, number))
+    assert ("ring 8x1" in html) == bool(plan.splits)
     assert html.count("up to ") == 4 and "not possible: sample 0 of 9000 tokens needs" in html
     assert "Queues in one layer of micro-batch 1" in html
 

@@ -164,5 +164,5 @@ def test_a_ring_brings_the_next_keys_under_the_compute_of_these() -> None:
         written.append(" ".join(f"{letters[s.phase]}{names[s.node]}.{s.round}" for s in steps))
     assert written == [
         "P0.0 P0.1 C0.0 P0.2 C0.1 P1.0 C0.2 E0.0 C1.0 E1.0",
-        "P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1.0 C0.2 R0.2 C1.0 E0.0 E1.0",
+        "P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1.0 C0.2 R0.2 E0.0 C1.0 E1.0",
     ]

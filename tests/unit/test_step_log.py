@@ -6,6 +6,7 @@ from megatron_nsp.mcore.step_log import step_line
 from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.sampler import Batch
+from megatron_nsp.split import Split
 from megatron_nsp.step_planner import PlannedStep
 from megatron_nsp.tree import SPTree
 
@@ -46,3 +47,13 @@ def test_a_step_without_targets_or_work_is_even() -> None:
         "predicted: 0.5 ms | imbalance: 1.000 | tokens per degree: 2: 100% | "
         "plan: 1.0 ms, waited 0.0 ms"
     )
+
+
+def test_a_step_whose_nodes_are_not_all_ulysses_says_how_many_are_what() -> None:
+    nodes = [TREE.node(4, 0), TREE.node(2, 0), TREE.node(2, 1), TREE.node(1, 3)]
+    splits = {(0, nodes[0]): Split(2), (0, nodes[1]): Split(2)}
+    plan = Plan.from_nodes(TREE, [9, 9, 9, 9], nodes, splits=splits)
+    step = PlannedStep(
+        0, Batch(np.arange(4), plan.lengths), plan, score([0] * 4, [0] * 4, [0] * 4), 1
+    )
+    assert "| nodes: ulysses: 1, ring: 1, usp: 1" in step_line(step)
