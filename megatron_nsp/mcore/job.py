@@ -9,7 +9,7 @@ import torch
 
 from megatron_nsp.config import NSPConfig, check_ranges, flag, is_admissible
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import choose_kernel
+from megatron_nsp.kernels import choose_kernel, choose_native
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
@@ -128,7 +128,9 @@ class Job:
         if args.eval_iters:
             valid_documents = open_documents("--valid-data-path", args.valid_data_path)
         check_policy(config, tree, num_micro_batches, heads)
-        choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        device = torch.device("cpu" if config.cpu else "cuda")
+        choose_kernel(config.kernel, device)
+        choose_native(config.backend, device)
         is_recorder = os.environ.get("RANK", "0") == "0"
         return cls(
             args=args,

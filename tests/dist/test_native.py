@@ -18,7 +18,7 @@ from megatron_nsp.attention import AttentionRuntime, Layer, NestedBatch, nested_
 from megatron_nsp.backends.base import Exchange
 from megatron_nsp.executor import CommunicationQueue, Pending, build_queue
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask
+from megatron_nsp.kernels import AttentionMask, choose_native
 from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.plan import Plan
 from megatron_nsp.recompute import SavedSamples
@@ -313,3 +313,15 @@ def test_the_graph_of_a_call_lives_with_the_call() -> None:
         # Evaluation, two calls, then a layer's first pass and the pass that computes it again:
         # what needs no backward has no graph, and no backward attends again.
         assert rank["has graph"] == [False, True, True, False, True]
+
+
+def test_a_backend_that_is_not_there_is_named() -> None:
+    cuda = torch.device("cuda")
+    with installed({}):
+        assert choose_native("ring", cuda) is None
+        with pytest.raises(ValueError, match=r"--nsp-backend te-a2a needs .*transformer-engine\)"):
+            choose_native("te-a2a", cuda)
+    with installed(te_cp(Package(), lambda: None)):
+        assert type(choose_native("te-p2p", cuda)).__name__ == "TeContextParallel"
+        with pytest.raises(ValueError, match="--nsp-backend te-p2p runs on cuda tensors, .* is cpu"):
+            choose_native("te-p2p", CPU)
