@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_nsp.backends.base import NodeCall
-from megatron_nsp.backends.blocks import Rounds, node_rounds, split_for
+from megatron_nsp.backends.blocks import Filled, Rounds, node_rounds, split_for
+from megatron_nsp.backends.native import NativeBackward, NativeForward, check_native
 from megatron_nsp.backends.node import (
     Gradients,
     HeadsState,
@@ -23,7 +24,7 @@ from megatron_nsp.backends.node import (
 )
 from megatron_nsp.executor import CommunicationQueue, play
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionKernel, AttentionMask
+from megatron_nsp.kernels import AttentionKernel, AttentionMask, NativeAttention
 from megatron_nsp.layout import NodeSlice, RankLayout, rank_layout
 from megatron_nsp.order import ROOT_FIRST, Order, in_order
 from megatron_nsp.plan import Plan
@@ -56,6 +57,7 @@ class NestedBatch:
     orders: Mapping[Pass, Order] = field(default_factory=dict)
     kept: dict[int, SavedLayer] = field(default_factory=dict)
     _rounds: dict[tuple[Node, int, bool, int | None], Rounds] = field(default_factory=dict)
+    _filled: dict[Node, Filled] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -87,6 +89,12 @@ class NestedBatch:
             self._rounds[key] = node_rounds(part, mask)
         return self._rounds[key]
 
+    def filled(self, part: NodeSlice) -> Filled:
+        """How the samples of a native node are filled up."""
+        if part.node not in self._filled:
+            self._filled[part.node] = Filled.of(part)
+        return self._filled[part.node]
+
     def steps(
         self, parts: Sequence[NodeSlice], pass_: Pass, mask: AttentionMask
     ) -> tuple[Step, ...]:
@@ -104,11 +112,13 @@ class AttentionRuntime:
         groups: the tree's groups.
         kernel: attention kernel.
         queue: communication queue.
+        native: what runs the nodes that Transformer Engine is to run itself.
     """
 
     groups: NestedGroups
     kernel: AttentionKernel
     queue: CommunicationQueue
+    native: NativeAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -144,13 +154,16 @@ class _Call:
     """Whether backward of this very pass may follow."""
 
     def node(self, part: NodeSlice, sink_H: Tensor | None) -> NodeCall:
+        is_native = part.split.is_native
         return NodeCall(
             part=part,
-            rounds=self.batch.rounds(part, self.mask),
+            rounds=() if is_native else self.batch.rounds(part, self.mask),
             group=self.runtime.groups.group(part.node),
             kernel=self.runtime.kernel,
             mask=self.mask,
             sink_H=sink_H,
+            filled=self.batch.filled(part) if is_native else None,
+            native=self.runtime.native,
         )
 
     def remaining(self) -> list[NodeSlice]:
@@ -211,12 +224,15 @@ class _NestedAttention(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         out_THV = q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[2])
-        parts, passes = call.remaining(), {}
+        parts: list[NodeSlice] = call.remaining()
+        passes: dict[Node, Any] = {}
         for part in parts:
-            rows = part.buffer_slice
-            passes[part.node] = NodeForward(
-                call.node(part, sink_H), q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
-            )
+            rows, node = part.buffer_slice, call.node(part, sink_H)
+            tensors = q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
+            if part.split.is_native:
+                passes[part.node] = NativeForward(node, *tensors, call.has_backward)
+            else:
+                passes[part.node] = NodeForward(node, *tensors)
         call.play(parts, Pass.FWD, passes)
         for part in call.batch.layout.slices:
             if part.node in call.saved:
@@ -224,7 +240,10 @@ class _NestedAttention(torch.autograd.Function):
                 out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
         if call.keeps:
             call.keep(out_THV, passes)
-        states = [call.state_tensors(part, passes[part.node].state) for part in parts]
+        own = [part for part in parts if not part.split.is_native]
+        states = [call.state_tensors(part, passes[part.node].state) for part in own]
+        # Tensors that carry a graph: what it holds is saved by it.
+        ctx.graphs = {part.node: passes[part.node].graph for part in parts if part not in own}
         inputs = (q_THD, k_TKD, v_TKV) if call.saved else (None, None, None)
         output = out_THV if any(part.ulysses_degree == 1 for part in parts) else None
         ctx.save_for_backward(sink_H, *inputs, output, *(x for state in states for x in state))
@@ -241,16 +260,25 @@ class _NestedAttention(torch.autograd.Function):
         shapes = (*dout_THV.shape[:2], ctx.head_dim), *ctx.kv_shapes
         grads = [dout_THV.new_zeros(shape) for shape in shapes]
         state_of = {}
-        for place, part in enumerate(call.remaining()):
+        own = [part for part in call.remaining() if not part.split.is_native]
+        for place, part in enumerate(own):
             q, k, v, out, lse = states[5 * place : 5 * place + 5]
             out = output_THV[part.buffer_slice] if out is None else out
             state_of[part.node] = HeadsState(q, k, v, out, lse)
-        parts, passes = call.batch.layout.slices, {}
+        parts = call.batch.layout.slices
+        passes: dict[Node, Any] = {}
         dsink_NH = None  # a row a node, so that their order changes no bit of the sum
         if sink_H is not None:
             dsink_NH = sink_H.new_zeros(len(parts), len(sink_H), dtype=torch.float64)
         for place, part in enumerate(parts):
             rows, saved_output = part.buffer_slice, call.saved.get(part.node)
+            dsink_H = None if dsink_NH is None else dsink_NH[place]
+            node_grads = Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H)
+            if part.split.is_native:
+                passes[part.node] = NativeBackward(
+                    call.node(part, None), ctx.graphs.pop(part.node), dout_THV[rows], node_grads
+                )
+                continue
             first: tuple[Tensor, ...] = ()
             if saved_output is not None:
                 start = part.buffer_start
@@ -261,12 +289,7 @@ class _NestedAttention(torch.autograd.Function):
                 saved_output,
                 first,
                 dout_THV[rows],
-                Gradients(
-                    grads[0][rows],
-                    grads[1][rows],
-                    grads[2][rows],
-                    None if dsink_NH is None else dsink_NH[place],
-                ),
+                node_grads,
             )
         call.play(parts, Pass.BWD, passes)
         return (*grads, None if dsink_NH is None else dsink_NH.sum(0).to(sink_H.dtype), None)
@@ -303,7 +326,8 @@ def nested_attention(
         `out_THV`, zeros in filler rows.
 
     Raises:
-        ValueError: the tensors do not have the rows of the batch's buffer.
+        ValueError: the tensors do not have the rows of the batch's buffer, or Transformer Engine
+            is to run a node that it cannot.
     """
     if q_THD.shape[0] != batch.layout.buffer_tokens:
         raise ValueError(
@@ -316,5 +340,9 @@ def nested_attention(
         saved = batch.kept.pop(layer.number, {})
     keeps = is_first and any(batch.num_saved.values())
     call = _Call(batch, mask, runtime, layer, saved, keeps, torch.is_grad_enabled())
+    for part in batch.layout.slices:
+        if part.split.is_native:
+            heads = q_THD.shape[1], k_TKD.shape[1]
+            check_native(call.node(part, sink_H), *heads, batch.num_saved[part.node])
     out_THV: Tensor = _NestedAttention.apply(q_THD, k_TKD, v_TKV, sink_H, call)
     return out_THV

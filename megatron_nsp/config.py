@@ -5,9 +5,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from megatron_nsp.split import NATIVE
 from megatron_nsp.tree import SPTree
 
-BACKENDS = ("auto", "ulysses", "ring", "usp", "gather")
+BACKENDS = ("auto", "ulysses", "ring", "usp", "gather", *NATIVE)
 OVER_LONG_POLICIES = ("filter", "error")
 DEFAULT_DEGREE = 64
 """Where the default chain of degrees ends if heads do not end it: rings get long."""
@@ -34,8 +35,9 @@ class NSPConfig:
     backend: str = "auto"
     """How the ranks of a node divide attention: 'ulysses' (heads, which must divide), 'ring'
     (tokens; keys travel from rank to rank), 'usp' (heads as far as they and hosts allow, tokens
-    beyond), 'gather' (tokens; all keys are sent to all ranks), or 'auto', for each node what is
-    fastest."""
+    beyond), 'gather' (tokens; all keys are sent to all ranks), 'te-p2p' or 'te-a2a' (Transformer
+    Engine's own ring, or its own exchange of heads, which must all divide), or 'auto', for each
+    node what is fastest of all but those of Transformer Engine."""
 
     batch_tokens: int = 16384
     """Tokens of one optimizer step: whole samples are drawn until this many are reached."""
@@ -165,6 +167,13 @@ def is_admissible(degree: int, num_heads: int, num_kv_heads: int) -> bool:
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
 
 
+def _heads_allow(backend: str, degree: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether a backend could split heads over `degree` ranks, if it did not split tokens."""
+    if backend == "te-a2a":  # gives no key/value head to several ranks
+        return num_heads % degree == 0 and num_kv_heads % degree == 0
+    return is_admissible(degree, num_heads, num_kv_heads)
+
+
 def build_tree(
     config: NSPConfig, num_ranks: int, num_heads: int | None, num_kv_heads: int | None
 ) -> SPTree:
@@ -190,17 +199,19 @@ def build_tree(
         raise ValueError(f"{flag(chosen)}: {error}") from error
     if num_heads is None or num_kv_heads is None:
         return tree
-    admissible = tuple(d for d in tree.degrees if is_admissible(d, num_heads, num_kv_heads))
+    served = tuple(
+        d for d in tree.degrees if _heads_allow(config.backend, d, num_heads, num_kv_heads)
+    )
     is_default = config.degrees is None and config.max_degree is None
-    if config.backend != "ulysses":
-        most = max(*admissible, DEFAULT_DEGREE) if is_default else tree.max_degree
+    if config.backend not in ("ulysses", "te-a2a"):
+        most = max(*served, DEFAULT_DEGREE) if is_default else tree.max_degree
         return SPTree(num_ranks, tuple(d for d in tree.degrees if d <= most))
     if is_default:
-        return SPTree(num_ranks, admissible)
+        return SPTree(num_ranks, served)
     for degree in tree.degrees:
-        if degree not in admissible:
+        if degree not in served:
             raise ValueError(
                 f"{flag(chosen)}: degree {degree} cannot split {num_heads} query and "
-                f"{num_kv_heads} key/value heads evenly, as {flag('backend')} ulysses must"
+                f"{num_kv_heads} key/value heads evenly, as {flag('backend')} {config.backend} must"
             )
     return tree

@@ -215,11 +215,11 @@ def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: Communic
     """
     playing = _Playing(passes, queue)
     for step in steps:
+        if step.phase is Phase.NATIVE:
+            playing.finish_all()
         with _named(step, passes[step.node]):
             playing.run(step)
-    for step, pending in playing.epilogues:
-        with _named(step, passes[step.node]):
-            passes[step.node].finish(pending.wait())
+    playing.finish_all()
 
 
 class _Playing:
@@ -240,6 +240,9 @@ class _Playing:
             if self.prologues.get(node, (-1,))[0] == step.round:
                 self.receive(node)
             work.compute(step.round)
+        elif step.phase is Phase.NATIVE:
+            assert not self.prologues and not self.returns, f"{step} with exchanges on their way"
+            work.compute(step.round)
         elif step.phase is Phase.RETURN:
             pending = self.queue.issue(work.give_back(step.round))
             self.returns.setdefault(node, []).append((step.round, pending))
@@ -247,6 +250,13 @@ class _Playing:
             for number, pending in self.returns.pop(node, []):
                 work.take_back(number, pending.wait())
             self.epilogues.append((step, self.queue.issue(work.epilogue())))
+
+    def finish_all(self) -> None:
+        """Waits for the epilogues that are on their way."""
+        for step, pending in self.epilogues:
+            with _named(step, self.passes[step.node]):
+                self.passes[step.node].finish(pending.wait())
+        self.epilogues.clear()
 
     def receive(self, node: Node) -> None:
         if node in self.prologues:

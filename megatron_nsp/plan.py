@@ -228,7 +228,9 @@ class Plan:
             ValueError: names the first node whose heads do not, and the numbers.
         """
         for micro_batch, node in self._streams:
-            inside = self.tree.degree(node) // self.split_of(node, micro_batch).ring_degree
+            split, degree = self.split_of(node, micro_batch), self.tree.degree(node)
+            split.check_heads(degree, num_heads, num_kv_heads)
+            inside = degree // split.ring_degree
             if not is_admissible(inside, num_heads, num_kv_heads):
                 raise ValueError(
                     f"node {self.tree.label(node)} cannot split {num_heads} query and "

@@ -85,7 +85,7 @@ class KeptOutput:
             degree: ranks of the node.
             split: how they divide attention.
         """
-        ends = np.cumsum(member_tokens(lengths, split.ring_degree), axis=1)
+        ends = np.cumsum(member_tokens(lengths, split), axis=1)
         ends = np.pad(ends, ((0, 0), (1, 0)))[:, None, :]  # [R, 1, n + 1] in the member's stream
         bounds = rank_bounds(lengths, degree, split)[:, :, None]
         rows = np.clip(ends, bounds[:, :-1], bounds[:, 1:]) - bounds[:, :-1]  # [R, u, n + 1]
@@ -107,6 +107,8 @@ def mark_saved(plan: Plan, output: KeptOutput, budget_bytes: float) -> SavedSamp
     for micro_batch in range(plan.num_micro_batches):
         held = np.zeros(plan.tree.num_ranks, dtype=np.int64)
         for node in plan.active_nodes(micro_batch):
+            if plan.split_of(node, micro_batch).is_native:
+                continue  # Transformer Engine keeps its LSE to itself
             ranks = plan.tree.ranks(node)
             own = held[ranks.start : ranks.stop, None]
             total = own + _of_node(plan, micro_batch, node, output)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_nsp.config import BACKENDS, check_ranges, is_admissible
 from megatron_nsp.plan import Plan
-from megatron_nsp.split import ULYSSES, Split
+from megatron_nsp.split import NATIVE, ULYSSES, Split
 from megatron_nsp.tree import SPTree
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default="ulysses",
-        choices=BACKENDS[1:],
+        choices=[name for name in BACKENDS[1:] if name not in NATIVE],
         help="how the ranks of every node above degree 1 divide attention (%(default)s)",
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ import torch
 
 from megatron_nsp.config import NSPConfig, check_ranges, flag, is_admissible
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import choose_kernel
+from megatron_nsp.kernels import choose_kernel, choose_native
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
@@ -144,7 +144,10 @@ class Job:
         if args.eval_iters:
             valid_documents = open_documents("--valid-data-path", args.valid_data_path)
         check_policy(config, tree, num_micro_batches, heads)
-        kernel = choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        device = torch.device("cpu" if config.cpu else "cuda")
+        kernel = choose_kernel(config.kernel, device)
+        validate.check_native(args, config)
+        choose_native(config.backend, device)
         validate.check_saving(args, config, kernel)
         is_recorder = os.environ.get("RANK", "0") == "0"
         return cls(

@@ -24,7 +24,7 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 
 from megatron_nsp.attention import AttentionRuntime
 from megatron_nsp.executor import NodeError, build_queue
-from megatron_nsp.kernels import choose_kernel
+from megatron_nsp.kernels import choose_kernel, choose_native
 from megatron_nsp.mcore import megatron_fixes, parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
 from megatron_nsp.mcore.connections import describe_connections
@@ -166,6 +166,7 @@ class Trainer:
             groups,
             choose_kernel(self.job.config.kernel, device),
             build_queue(device, self.job.config.overlap),
+            choose_native(self.job.config.backend, device),
         )
         if dist.get_rank() == 0:
             print(self.job.describe(groups, self.runtime.kernel.name), flush=True)

@@ -14,6 +14,7 @@ from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_wi
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.model import recomputed_layers
 from megatron_nsp.planner.profile import Profile
+from megatron_nsp.split import NATIVE
 from megatron_nsp.tree import SPTree
 
 
@@ -323,6 +324,21 @@ def check_input_layout(config: NSPConfig, num_ranks: int) -> None:
         static_groups(num_ranks, config.static_degree)
     except ValueError as error:
         raise ValueError(f"{flag('input_layout')} {config.input_layout}: {error}") from error
+
+
+def check_native(args: argparse.Namespace, config: NSPConfig) -> None:
+    """Checks that Transformer Engine's context parallelism can do what the model asks for.
+
+    Raises:
+        ValueError: names both flags.
+    """
+    if config.backend not in NATIVE:
+        return
+    asked = f"{flag('backend')} {config.backend}"
+    if args.softmax_type != "vanilla":
+        raise ValueError(f"{asked} serves no attention sinks: --softmax-type {args.softmax_type}")
+    if config.backend == "te-p2p" and args.window_size is not None:
+        raise ValueError(f"{asked} has no sliding window: --window-size {args.window_size}")
 
 
 def check_saving(args: argparse.Namespace, config: NSPConfig, kernel: AttentionKernel) -> None:

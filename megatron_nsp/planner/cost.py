@@ -46,7 +46,7 @@ from megatron_nsp.planner.score import (
 )
 from megatron_nsp.planner.shape import ModelShape as ModelShape
 from megatron_nsp.planner.split_cost import BWD_ATTENTION_FACTOR as BWD_ATTENTION_FACTOR
-from megatron_nsp.planner.split_cost import SplitCost, possible_splits
+from megatron_nsp.planner.split_cost import SplitCost, possible_splits, priced_as
 from megatron_nsp.planner.split_cost import ulysses_sent_bytes as ulysses_sent_bytes
 from megatron_nsp.schedule import Pass
 from megatron_nsp.split import ULYSSES, Split
@@ -129,7 +129,7 @@ class CostModel:
 
     def of(self, degree: int, split: Split = ULYSSES) -> SplitCost:
         """What the attention of nodes of this degree costs, split in this way."""
-        return SplitCost(self.profile, self.shape, degree, split, self.overlap)
+        return SplitCost(self.profile, self.shape, degree, priced_as(split), self.overlap)
 
     def dense_us_per_token(self, pass_: Pass) -> float:
         """Time of one token outside attention: projections, MLPs, experts, output layer."""

@@ -107,7 +107,7 @@ def possible_splits(
     USP has as many ranks in a member as heads allow, of one host where the node is on several.
 
     Args:
-        backend: 'ulysses', 'ring', 'usp', 'gather', or 'auto' for all of them.
+        backend: 'ulysses', 'ring', 'usp', 'gather', 'auto' for all of these, 'te-p2p' or 'te-a2a'.
         degree: ranks of the node.
         shape: the heads.
         together: ranks of the domain on one host.
@@ -122,6 +122,7 @@ def possible_splits(
         and (is_inside or together % ranks == 0)
         and is_admissible(ranks, shape.num_heads, shape.num_kv_heads)
     ]
+    divides = shape.num_heads % degree == 0 and shape.num_kv_heads % degree == 0
     ulysses = [ULYSSES] * is_admissible(degree, shape.num_heads, shape.num_kv_heads)
     proper = degree // max(ranks for ranks in inner if ranks < degree)
     choices = {
@@ -129,9 +130,22 @@ def possible_splits(
         "ring": [Split(degree)],
         "usp": [Split(degree // max(inner))],
         "gather": [Split(proper, "gather"), Split(degree, "gather")],
+        "te-p2p": [Split(degree, "te-p2p")],
+        "te-a2a": [Split(degree, "te-a2a")] * divides,
     }
     choices["auto"] = [*ulysses, Split(proper), Split(degree), *choices["gather"]]
     return tuple(dict.fromkeys(choices[backend]))
+
+
+def priced_as(split: Split) -> Split:
+    """The split whose times stand for a split.
+
+    Transformer Engine's ring and Ulysses move what ours move, but for the rows that fill samples
+    up, which are not counted.
+    """
+    if split.outer == "te-a2a":
+        return ULYSSES
+    return Split(split.ring_degree) if split.is_native else split
 
 
 @dataclass(frozen=True)

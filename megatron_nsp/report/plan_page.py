@@ -201,7 +201,7 @@ def _event(event: Event, rank: int, row: int, end_us: float, tree: SPTree) -> It
         return
     degree = int(event.degree[rank])
     scale = (svg.WIDTH - _LEFT - 10) / end_us
-    y = row * 30 + (4 if event.phase is Phase.COMPUTE else 17)
+    y = row * 30 + (4 if event.phase in (Phase.COMPUTE, Phase.NATIVE) else 17)
     title = f"{event.pass_.value} {event.phase.value} at degree {degree}: "
     title += f"{start_us:,.0f} to {stop_us:,.0f} us"
     fill = svg.color(tree.degrees.index(degree))

@@ -115,7 +115,12 @@ def run_attention(
     epilogues: list[tuple[_Exchanges, BoolArray]] = []
     for step, is_on in paths.order(pass_, overlap):
         row = step.node.depth
-        if step.phase is Phase.COMPUTE:
+        if step.phase is Phase.NATIVE:
+            for sent, was_on in epilogues:
+                _wait_for(clocks, sent, was_on & is_on)
+            ran, work_us = _native(paths, step, is_on, clocks)
+            busy_us += work_us
+        elif step.phase is Phase.COMPUTE:
             _wait_for(clocks, received[row], is_on & (on_its_way[row] == step.round))
             work_us = np.where(is_on, paths.step_us(step), 0.0)
             ran = _Exchanges(clocks.compute_us, clocks.compute_us + work_us)
@@ -157,6 +162,24 @@ def _exchange(paths: ActivePaths, step: Step, is_on: BoolArray, clocks: Clocks) 
     ended_us = started_us + np.where(communicates, paths.step_us(step), 0.0)
     clocks.communication_us = np.where(communicates, ended_us, clocks.communication_us)
     return _Exchanges(started_us, ended_us)
+
+
+def _native(
+    paths: ActivePaths, step: Step, is_on: BoolArray, clocks: Clocks
+) -> tuple[_Exchanges, FloatArray]:
+    """Runs native nodes, once all of their ranks are there, and gives what of it is compute.
+
+    Their rings hide what they can; what does not, keeps compute waiting.
+    """
+    latest_us = paths.sync(step.node.depth, clocks.compute_us)
+    started_us = np.where(is_on, latest_us, clocks.compute_us)
+    ended_us = started_us + np.where(is_on, paths.step_us(step), 0.0)
+    work_us = np.where(is_on, paths.step_us(step._replace(phase=Phase.COMPUTE)), 0.0)
+    clocks.wait_until(started_us, started_us)
+    clocks.compute_us = clocks.compute_us + work_us
+    clocks.wait_until(ended_us, started_us)
+    clocks.communication_us = np.where(is_on, ended_us, clocks.communication_us)
+    return _Exchanges(started_us, ended_us), work_us
 
 
 def _wait_for(clocks: Clocks, exchange: _Exchanges, is_on: BoolArray) -> None:

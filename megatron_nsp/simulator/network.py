@@ -16,6 +16,7 @@ from megatron_nsp.order import ROOT_FIRST, Order, whole_order
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.planner.split_cost import SplitCost
 from megatron_nsp.schedule import Pass, Phase, Step, build_schedule
 from megatron_nsp.split import ULYSSES, Split
 from megatron_nsp.tree import Node
@@ -74,8 +75,9 @@ class ActivePaths:
         """`[P]` whether a step of an exchange puts something on the network."""
         row = step.node.depth
         is_inside = step.phase is Phase.EPILOGUE or step.round == 0
-        ring_degree = self.ring_degree[row]
-        sends: BoolArray = (self.degree[row] // ring_degree if is_inside else ring_degree) > 1
+        is_among_members = step.phase is Phase.NATIVE or not is_inside
+        members = self.ring_degree[row]
+        sends: BoolArray = (members if is_among_members else self.degree[row] // members) > 1
         return sends
 
     def order(self, pass_: Pass, overlap: bool) -> list[tuple[Step, BoolArray]]:
@@ -212,11 +214,28 @@ def _node_us(
         tokens = np.bincount(of_node, weights=lengths)
         where = [number[node] for node in nodes]
         for pass_, phase, later in keys:
+            each_us = how.round_us(lengths, pass_) * how.has_call(later)
+            round_us = np.bincount(of_node, weights=each_us)
+            if split.is_native:
+                work_us = _native_us(how, pass_, phase, round_us, tokens) * (later == 0)
+                times[pass_, phase, later][where] = work_us / layers
+                continue
             if phase is Phase.COMPUTE:
-                each_us = how.round_us(lengths, pass_) * how.has_call(later)
-                work_us = np.bincount(of_node, weights=each_us)
+                work_us = round_us
             else:
                 work_us = tokens * how.exchange_us_per_token(pass_, phase, later)
             latency_us = how.phase_latency_us(phase, later)
             times[pass_, phase, later][where] = work_us / layers + latency_us
     return times
+
+
+def _native_us(
+    how: SplitCost, pass_: Pass, phase: Phase, round_us: FloatArray, tokens: FloatArray
+) -> FloatArray:
+    """`[n]` time of native nodes in all layers; what of it is not compute is exposed."""
+    if phase is Phase.NATIVE:
+        return how.attention_us(pass_, round_us, tokens) + how.latency_us
+    if phase is Phase.COMPUTE:
+        launch_us = how.shape.num_layers * how.profile.latency_us
+        return how.num_calls * (round_us + launch_us)
+    return np.zeros_like(round_us)

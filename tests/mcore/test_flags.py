@@ -20,7 +20,11 @@ BAD = {
     "--nsp-degrees 1,2,3": "--nsp-degrees: each degree must divide the next larger one: 2 and 3",
     "--nsp-degrees 1,3 --nsp-backend ulysses": "--nsp-degrees: degree 3 cannot split 8 query and 2"
     " key/value heads evenly, as --nsp-backend ulysses must",
-    "--nsp-backend rings": "--nsp-backend must be one of auto, ulysses, ring, usp, gather, got ri",
+    "--nsp-backend te-p2p": "--nsp-backend te-p2p runs on cuda tensors, this job's device is cpu",
+    "--nsp-backend te-p2p --window-size 4,0": "te-p2p has no sliding window: --window-size",
+    "--nsp-backend te-a2a --softmax-type learnable": "te-a2a serves no attention sinks",
+    "--nsp-degrees 1,3 --nsp-backend te-a2a": "degree 3 cannot split .*as --nsp-backend te-a2a",
+    "--nsp-backend rings": "--nsp-backend must be one of auto, ulysses, ring, usp, gather, te-p",
     "--nsp-backend ring --nsp-profile flexsp-gpt-7b-a100": "--nsp-backend must be auto or ulysses "
     "with --nsp-profile flexsp-gpt-7b-a100",
     "--nsp-degrees 1,2 --nsp-max-degree 2": "--nsp-max-degree 2 must not be given",

@@ -44,7 +44,14 @@ def test_b2_inadmissible_degrees_are_never_offered() -> None:
         build_tree(NSPConfig(max_degree=8, backend="ulysses"), 8, 28, 7)
 
 
-@pytest.mark.parametrize("backend", ["auto", "ring", "usp", "gather"])
+def test_te_a2a_has_degrees_that_divide_all_heads() -> None:
+    assert build_tree(NSPConfig(backend="te-a2a"), 16, 8, 2).degrees == (1, 2)
+    assert build_tree(NSPConfig(backend="ulysses"), 16, 8, 2).degrees == (1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"degree 4 cannot split 8 query and 2 .* te-a2a must"):
+        build_tree(NSPConfig(max_degree=4, backend="te-a2a"), 16, 8, 2)
+
+
+@pytest.mark.parametrize("backend", ["auto", "ring", "usp", "gather", "te-p2p"])
 def test_where_tokens_may_be_split_heads_limit_no_degree(backend: str) -> None:
     config = NSPConfig(backend=backend)
     assert build_tree(config, 8, 28, 7).max_degree == build_tree(config, 8, 5, 5).max_degree == 8

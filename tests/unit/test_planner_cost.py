@@ -99,7 +99,9 @@ def test_b2_no_plan_splits_heads_that_do_not_divide(backend: str, heads: tuple[i
     config, shape = NSPConfig(backend=backend), ModelShape.from_hidden(4, 64, *heads, 16)
     tree = build_tree(config, 16, *heads)
     expected = {(28, 7): 1, (12, 12): 4, (5, 5): 1, (8, 2): 8}[heads]
-    assert tree.max_degree == (expected if backend == "ulysses" else 16)
+    if backend == "te-a2a":  # gives no key/value head to two ranks
+        expected = min(expected, heads[1])
+    assert tree.max_degree == (expected if backend in ("ulysses", "te-a2a") else 16)
     cost = CostModel(load_profile("h100-ib"), shape, tree, backend)
     for policy in ("auto", "search", "root", "static-4", "two-level", "disjoint-lpt"):
         if policy not in policy_names(tree):

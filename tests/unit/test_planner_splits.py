@@ -46,6 +46,10 @@ def test_usp_keeps_heads_inside_a_host_and_rings_take_what_heads_leave() -> None
         Split(16, "gather"),
     )
     assert possible_splits("auto", 4, HEADS_8, together=8)[0] == ULYSSES
+    assert possible_splits("te-p2p", 4, five, 8) == (Split(4, "te-p2p"),)
+    assert possible_splits("te-a2a", 4, HEADS_8, 8) == (Split(4, "te-a2a"),)
+    assert possible_splits("te-a2a", 4, five, 8) == ()
+    assert not any(s.is_native for d in (2, 4, 8, 16) for s in possible_splits("auto", d, five, 8))
     assert all(possible_splits(backend, 1, five, 8) == (ULYSSES,) for backend in BACKENDS)
 
 
@@ -109,7 +113,7 @@ def test_a_choice_is_never_worse_than_ulysses(seed: int, policy: str) -> None:
 def test_budgets_hold_although_chunks_round_otherwise_than_slices(backend: str) -> None:
     rng = random.Random(7)
     shape = ModelShape.from_hidden(4, 40, 5, 5, 8)
-    tree = SPTree(8, (1,) if backend == "ulysses" else (1, 2, 4, 8))
+    tree = SPTree(8, (1,) if backend in ("ulysses", "te-a2a") else (1, 2, 4, 8))
     cost = CostModel(load_profile("cpu-gloo"), shape, tree, backend)
     for _ in range(12):
         lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 30))]

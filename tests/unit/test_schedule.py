@@ -8,10 +8,19 @@ import pytest
 
 from megatron_nsp.order import ALL_ROOT_FIRST, MAX_CHOICES, NodeOrders, in_order, safe_orders
 from megatron_nsp.plan import Plan
-from megatron_nsp.schedule import Pass, Phase, Queue, Step, build_schedule, collectives
+from megatron_nsp.schedule import (
+    Pass,
+    Phase,
+    Queue,
+    Step,
+    build_schedule,
+    collectives,
+    communicates,
+)
 from megatron_nsp.split import Split
 from megatron_nsp.testing.random_plans import (
     random_lengths,
+    random_native_nodes,
     random_orders,
     random_plan,
     random_splits,
@@ -49,6 +58,12 @@ def split_plans(count: int) -> list[Plan]:
     return [random_splits(rng, plan, 4, 2) for plan in plans(count)]
 
 
+def native_plans(count: int) -> list[Plan]:
+    """Plans of which Transformer Engine runs some nodes beside those of all other kinds."""
+    rng = random.Random(6)
+    return [random_native_nodes(rng, plan) for plan in split_plans(count)]
+
+
 def orders_of(plans: list[Plan], is_root_first: bool) -> list[NodeOrders]:
     rng = random.Random(6)
     return [ALL_ROOT_FIRST if is_root_first else random_orders(rng, plan) for plan in plans]
@@ -59,7 +74,7 @@ def orders_of(plans: list[Plan], is_root_first: bool) -> list[NodeOrders]:
 def test_i2_ranks_list_the_collectives_they_share_in_the_same_order(
     overlap: bool, is_root_first: bool
 ) -> None:
-    drawn = plans(200) + split_plans(200)
+    drawn = plans(200) + split_plans(200) + native_plans(200)
     for plan, orders in zip(drawn, orders_of(drawn, is_root_first), strict=True):
         lists = rank_collectives(plan, overlap, orders)
         for one, other in combinations(lists, 2):
@@ -71,7 +86,7 @@ def test_i2_ranks_list_the_collectives_they_share_in_the_same_order(
 def test_i2_one_total_order_fits_all_ranks_so_nothing_can_wait_in_a_circle(
     overlap: bool, is_root_first: bool
 ) -> None:
-    drawn = plans(200) + split_plans(200)
+    drawn = plans(200) + split_plans(200) + native_plans(200)
     for plan, orders in zip(drawn, orders_of(drawn, is_root_first), strict=True):
         sorter: TopologicalSorter[Step] = TopologicalSorter()
         for steps in rank_collectives(plan, overlap, orders):
@@ -140,6 +155,46 @@ def test_streaming_issues_the_next_prologue_before_this_compute() -> None:
         assert prologue < steps.index(Step(Pass.FWD, this, Phase.COMPUTE))
     queue = [s for s in steps if s.queue is Queue.COMMUNICATION]
     assert queue[0].node == queue[2].node == path[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("pass_", Pass)
+def test_nothing_is_on_its_way_while_a_native_node_runs(pass_: Pass, overlap: bool) -> None:
+    num_native = 0
+    for plan in native_plans(200):
+        splits = {node: split for (_, node), split in plan.splits.items()}
+        for rank in range(plan.tree.num_ranks):
+            sent: list[tuple] = []  # prologues that compute waits for, gradients that an epilogue
+            for step in build_schedule(plan.active_path(rank), pass_, overlap, splits):
+                key = step.node, step.round
+                if step.phase is Phase.NATIVE:
+                    num_native += 1
+                    assert not sent and splits[step.node].is_native
+                elif step.phase in (Phase.PROLOGUE, Phase.RETURN):
+                    sent.append((step.phase, *key))
+                elif step.phase is Phase.COMPUTE:
+                    sent.remove((Phase.PROLOGUE, *key))
+                else:
+                    sent = [each for each in sent if each[:2] != (Phase.RETURN, step.node)]
+            assert not sent
+    assert num_native > 200
+
+
+def test_a_native_node_is_one_step_between_what_others_send() -> None:
+    path = SPTree(8, (1, 2, 4, 8)).path(0)
+    splits = {path[0]: Split(2), path[1]: Split(4, "te-p2p")}
+    names = {node: str(depth) for depth, node in enumerate(path)}
+    letters = {phase: phase.name[0] for phase in Phase}
+    written = []
+    for pass_ in Pass:
+        steps = build_schedule(path, pass_, overlap=True, splits=splits)
+        written.append(" ".join(f"{letters[s.phase]}{names[s.node]}.{s.round}" for s in steps))
+    assert written == [
+        "P0.0 P0.1 C0.0 C0.1 E0.0 N1.0 P2.0 P3.0 C2.0 E2.0 C3.0 E3.0",
+        "P0.0 P0.1 C0.0 C0.1 R0.1 E0.0 N1.0 P2.0 P3.0 C2.0 E2.0 C3.0 E3.0",
+    ]
+    native = Step(Pass.FWD, path[1], Phase.NATIVE)
+    assert communicates(native, 4, splits[path[1]]) and native.queue is Queue.COMPUTE
 
 
 def test_a_ring_brings_the_next_keys_under_the_compute_of_these() -> None:

@@ -24,7 +24,12 @@ from megatron_nsp.simulator.network import active_paths
 from megatron_nsp.simulator.order_search import choose_orders, layers_end_us, orders_of_trees
 from megatron_nsp.simulator.sharding import sharding_us
 from megatron_nsp.split import Split
-from megatron_nsp.testing.random_plans import random_orders, random_plan, random_splits
+from megatron_nsp.testing.random_plans import (
+    random_native_nodes,
+    random_orders,
+    random_plan,
+    random_splits,
+)
 from megatron_nsp.tree import Node, SPTree
 from tests.unit.planner_cases import SMALL, cluster, workstation
 
@@ -33,6 +38,10 @@ def step_us(plan: Plan, m: int, cost: CostModel, step: Step) -> float:
     """Time of one step of one node in one layer, written from the cost model's parts."""
     how = cost.of(plan.tree.degree(step.node), plan.split_of(step.node, m))
     lengths = plan.lengths[plan.samples_of(step.node, m)]
+    if step.phase is Phase.NATIVE:
+        round_us, tokens = how.round_us(lengths, step.pass_).sum(), float(lengths.sum())
+        work_us = float(how.attention_us(step.pass_, np.array(round_us), np.array(tokens)))
+        return (work_us + how.latency_us) / cost.shape.num_layers
     if step.phase is Phase.COMPUTE:
         work_us = float(how.round_us(lengths, step.pass_).sum()) * how.has_call(step.round)
     else:
@@ -78,6 +87,11 @@ def run_pass(
             (rank,) = members
             there = received[rank, step.node, step.round]
             clocks[rank][0] = max(clocks[rank][0], there) + took
+            return
+        if step.phase is Phase.NATIVE:  # nothing of anybody's is on its way
+            end = max(max([*clocks[rank], *sent[rank]]) for rank in members) + took
+            for rank in members:
+                clocks[rank] = [end, end]
             return
         if step.phase is Phase.EPILOGUE:
             for rank in members:
@@ -195,6 +209,8 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
         plan = plan_batch(lengths, cost.tree, cost, num_micro_batches=2).plan
     elif seed % 3 == 1:
         plan = random_splits(rng, plan, shape.num_heads, shape.num_kv_heads)
+        if seed % 2:
+            plan = random_native_nodes(rng, plan)
     settings = IterationSettings(
         overlap=bool(rng.getrandbits(1)),
         saved=mark_saved(plan, kept_output(shape), rng.choice((0.0, 1e6, 1e12))),
@@ -236,7 +252,13 @@ def test_without_nesting_the_step_is_the_planner_s_prediction() -> None:
 
 
 @pytest.mark.parametrize("length", [96, 2016, 30_048, 300_000])
-@pytest.mark.parametrize("split", [Split(2), Split(4), Split(16), Split(2, "gather")])
+@pytest.mark.parametrize(
+    "split",
+    [
+        *(Split(2), Split(4), Split(16), Split(2, "gather")),
+        *(Split(16, "te-p2p"), Split(16, "te-a2a")),
+    ],
+)
 def test_what_rings_hide_is_the_planner_s_prediction(length: int, split: Split) -> None:
     cost = cluster(16, 16)
     node = cost.tree.node(16, 0)
@@ -276,6 +298,7 @@ def test_all_ranks_steps_in_one_order_are_every_rank_s_own_schedule(seed: int) -
     rng = random.Random(seed)
     tree = SPTree(8, rng.choice(((1, 2, 4, 8), (1, 2, 4))))
     plan = random_splits(rng, random_plan(rng, tree, [50, 60, 70, 80, 90, 4, 5, 6]), 8, 2)
+    plan = random_native_nodes(rng, plan) if seed % 2 else plan
     orders, nodes = random_orders(rng, plan), list(tree.nodes())
     cost = dataclasses.replace(cluster(8, 8), tree=tree)
     for pass_, overlap in itertools.product(Pass, (True, False)):
