@@ -9,7 +9,7 @@ import torch
 
 from megatron_nsp.config import NSPConfig, check_ranges, flag
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import choose_kernel
+from megatron_nsp.kernels import choose_kernel, require_lse
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
@@ -112,7 +112,9 @@ class Job:
         if args.eval_iters:
             valid_documents = open_documents("--valid-data-path", args.valid_data_path)
         check_policy(config, tree, num_micro_batches)
-        choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        kernel = choose_kernel(config.kernel, torch.device("cpu" if config.cpu else "cuda"))
+        if args.softmax_type != "vanilla":
+            require_lse(kernel, f"--softmax-type {args.softmax_type}")
         is_recorder = os.environ.get("RANK", "0") == "0"
         return cls(
             args=args,
