@@ -145,10 +145,11 @@ def nested_gradients(
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def one_rank(kernel: AttentionKernel) -> tuple[SPTree, AttentionRuntime]:
+def one_rank(kernel: AttentionKernel, device: torch.device) -> tuple[SPTree, AttentionRuntime]:
     """A tree of one rank and its runtime."""
     tree = SPTree(1, (1,))
-    return tree, AttentionRuntime(NestedGroups(tree, 0, 0, {}), kernel, executor.SerialQueue())
+    queue = executor.build_queue(device, overlap=False)
+    return tree, AttentionRuntime(NestedGroups(tree, 0, 0, {}), kernel, queue)
 
 
 def check_offsets(kernel: AttentionKernel, device: torch.device, sizes: Sizes) -> dict[str, bool]:
@@ -160,7 +161,7 @@ def check_offsets(kernel: AttentionKernel, device: torch.device, sizes: Sizes) -
         if free < needed:
             print(f"  left out: it needs {needed} bytes of memory, {free} are free")
             return {}
-    tree, runtime = one_rank(kernel)
+    tree, runtime = one_rank(kernel, device)
     batch = NestedBatch.build(Plan.from_nodes(tree, [rows], [tree.node(1, 0)]), 0)
     torch.manual_seed(0)
     q, k, v = (torch.randn(rows, num_heads, head_dim, device=device).bfloat16() for _ in range(3))

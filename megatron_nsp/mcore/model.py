@@ -1,7 +1,6 @@
 """The model: Megatron's own configuration with nested attention and rotary by position."""
 
 import argparse
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -48,10 +47,21 @@ def model_config(args: argparse.Namespace) -> Any:
             "with a stack of other modules"
         )
     else:
-        spec = copy.deepcopy(hybrid_stack_spec) if spec is None else spec
-        config.hybrid_stack_spec = exchange_core_attention(spec)
+        config.hybrid_stack_spec = exchange_core_attention(spec or hybrid_stack())
     config.pre_wrap_hooks.append(use_positions)
     return config
+
+
+def hybrid_stack() -> Any:
+    """Megatron's stack of a hybrid model, copied down to what is exchanged in it."""
+    stack, layers = hybrid_stack_spec.submodules, {}
+    for name in ("attention_layer", "mla_layer"):
+        layer = getattr(stack, name)
+        attention = layer.submodules.self_attention
+        attention = replace(attention, submodules=replace(attention.submodules))
+        submodules = replace(layer.submodules, self_attention=attention)
+        layers[name] = replace(layer, submodules=submodules)
+    return replace(hybrid_stack_spec, submodules=replace(stack, **layers))
 
 
 def model_of(args: argparse.Namespace) -> Model:

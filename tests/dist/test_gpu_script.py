@@ -89,9 +89,9 @@ class HastyQueue:
 
 
 def test_a_queue_that_does_not_wait_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    serial = executor.SerialQueue
+    serial = executor.build_queue(CPU, overlap=False)
     monkeypatch.setattr(
-        executor, "build_queue", lambda _, streamed: HastyQueue() if streamed else serial()
+        executor, "build_queue", lambda _, streamed: HastyQueue() if streamed else serial
     )
     streams = gpu.check_streams(CpuFlashKernel(), CPU, gpu.CPU)
     assert streams["different"] == gpu.CPU.rounds

@@ -50,8 +50,9 @@ class LatentAttention(MegatronModule):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
 
-    def forward(self, q_SBHD: Any, k_SBHD: Any, v_SBHV: Any, hidden: Any, **_: Any) -> Any:
+    def forward(self, q_SBHD: Any, k_SBHD: Any, v_SBHV: Any, *_: Any, **__: Any) -> Any:
         scores = torch.einsum("sbhd,tbhd->bhst", q_SBHD, k_SBHD) * self.softmax_scale
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("bhst,tbhv->sbhv", weights, v_SBHV).flatten(2)
 
@@ -69,7 +70,7 @@ def build(args: Any) -> Any:
     if args.hybrid_layer_pattern:
         return HybridModelBuilder(hybrid_config_from_args(args))
     config = gpt_config_from_args(args)
-    config.transformer_layer_spec = layer_spec
+    config.transformer_layer_spec = config.transformer_layer_spec or layer_spec
     return GPTModelBuilder(config)
 
 
@@ -89,10 +90,10 @@ def main() -> None:
         own = tokens[start:stop]
         if len(own) < 2:
             continue
-        inputs, targets = own[:-1], own[1:]  # the last token predicts nothing
-        size = len(inputs)
-        hidden = torch.ones(1, 1, size, size, dtype=torch.bool).triu(1)
-        rows = model(inputs[None], torch.arange(size)[None], hidden, labels=targets[None])[0]
+        size, targets = len(own) - 1, own.roll(-1)  # the last token predicts nothing
+        place = torch.arange(size + 1)
+        # Without a mask Megatron makes that of the layer.
+        rows = model(own[None], place[None], None, labels=targets[None])[0, :size]
         losses |= {(document, place): float(rows[place]) for place in range(size)}
         total = total + rows.sum()
     (total / len(losses)).backward()

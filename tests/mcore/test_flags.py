@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,6 +166,16 @@ def test_kernels_for_gpus_need_16_bits(
     flags = [flag for flag in MODEL if flag != "--nsp-cpu"]
     flags += ["--data-path", str(prefix), "--nsp-kernel", kernel]
     with pytest.raises(ValueError, match=f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16"):
+        parse(monkeypatch, flags)
+
+
+def test_sinks_on_a_kernel_without_lse(monkeypatch: pytest.MonkeyPatch, prefix: Path) -> None:
+    """No such kernel runs on CPU: Transformer Engine's module stands in."""
+    kernel = SimpleNamespace(name="te-module", returns_lse=False)
+    monkeypatch.setattr("megatron_nsp.mcore.job.choose_kernel", lambda *_: kernel)
+    flags = [*MODEL, "--data-path", str(prefix), "--softmax-type", "learnable"]
+    message = "--nsp-kernel te-module gives no LSE, which --softmax-type learnable needs"
+    with pytest.raises(ValueError, match=message):
         parse(monkeypatch, flags)
 
 

@@ -14,7 +14,7 @@ from megatron_nsp.backends.node import SavedOutput
 from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.loss import per_token_loss
-from megatron_nsp.mcore.model import model_of
+from megatron_nsp.mcore.model import hybrid_stack, model_of
 from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
 from megatron_nsp.plan import Plan
@@ -125,6 +125,18 @@ def test_a_spec_may_be_one_layer_or_a_block_or_a_stack_or_make_one() -> None:
             assert each.attention.core_attention is NestedCoreAttention
             each.attention.core_attention = None
     assert exchange_core_attention(SimpleNamespace(layer_specs=[])).layer_specs == []
+
+
+def test_megatrons_own_stack_of_a_hybrid_model_takes_nested_attention() -> None:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    spec = exchange_core_attention(hybrid_stack())
+    for layer in ("attention_layer", "mla_layer"):
+        own, nested = (
+            getattr(each.submodules, layer).submodules.self_attention.submodules.core_attention
+            for each in (hybrid_stack_spec, spec)
+        )
+        assert nested is NestedCoreAttention and own is not NestedCoreAttention
 
 
 def model_args(**fields: object) -> SimpleNamespace:

@@ -42,6 +42,7 @@ MODELS: dict[str, list[str]] = {
         *YARN,
         *SCALE,
     ],
+    "full masks": ["--spec", "tests.mcore.full_mask", "layer_spec"],
     "latent": [*LATENT, "rope"],
     "hybrid": [*HYBRID, "*-*E-", *WINDOWS, *MOE],
     "latent yarn": [*LATENT, *["yarn", "--rotary-scaling-factor", "4", "--mscale-all-dim", "0.7"]],
