@@ -10,7 +10,7 @@ import torch
 
 from megatron_nsp.config import NSPConfig, check_ranges, flag, is_admissible
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import choose_kernel, choose_native, require_lse
+from megatron_nsp.kernels import choose_kernel, choose_native
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
@@ -148,8 +148,7 @@ class Job:
         kernel = choose_kernel(config.kernel, device)
         validate.check_native(args, config)
         choose_native(config.backend, device)
-        if args.softmax_type != "vanilla":
-            require_lse(kernel, f"--softmax-type {args.softmax_type}")
+        validate.check_sinks(args, kernel)
         validate.check_saving(args, config, kernel)
         is_recorder = os.environ.get("RANK", "0") == "0"
         return cls(

@@ -341,6 +341,16 @@ def check_native(args: argparse.Namespace, config: NSPConfig) -> None:
         raise ValueError(f"{asked} has no sliding window: --window-size {args.window_size}")
 
 
+def check_sinks(args: argparse.Namespace, kernel: AttentionKernel) -> None:
+    """Checks that sinks can be added to what the kernel gives.
+
+    Raises:
+        ValueError: names the flag and the kernel.
+    """
+    if args.softmax_type != "vanilla":
+        require_lse(kernel, f"--softmax-type {args.softmax_type}")
+
+
 def check_saving(args: argparse.Namespace, config: NSPConfig, kernel: AttentionKernel) -> None:
     """Checks that there is something to save from being recomputed, and that it can be.
 
