@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from megatron.training.global_vars import unset_global_variables
 
 from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.pretrain import parse_job
@@ -135,6 +136,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", *flags])
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("RANK", "0")
+    unset_global_variables()  # left behind by flags that were refused after Megatron's validation
     args, _ = parse_job()
     model_config(args)
 
