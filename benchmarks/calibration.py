@@ -16,13 +16,8 @@ ways need root on Linux.
 """
 
 import argparse
-import contextlib
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -32,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "cpu")]
 
 from comparison import Turn, write_turns  # noqa: E402
 from demo import build_corpus, cost_model, draw_batches, setting  # noqa: E402
+from hosts import cluster, join, launch, measured_ms, profile_worker  # noqa: E402
 
 from megatron_nsp.plan import IntArray, Plan  # noqa: E402
 from megatron_nsp.planner import CostModel, load_profile, plan_batch  # noqa: E402
@@ -46,103 +42,15 @@ TIE = 0.05
 """Plans that are predicted closer than this have no order: measurements scatter as much."""
 
 MAX_ERROR = 0.15
-PERIOD_US = 2_500
-HOSTS = ("nsp-a", "nsp-b")
-RATE, ADDRESS = "400mbit", "10.97.0."
-MARK = "elapsed time per iteration (ms): "
-
-
-class CpuShares:
-    """A cgroup for each rank, with a quota of its own."""
-
-    def __init__(self, share: float) -> None:
-        is_v1 = Path("/sys/fs/cgroup/cpu").is_dir()
-        self.parent = Path("/sys/fs/cgroup/cpu" if is_v1 else "/sys/fs/cgroup")
-        self.folders = [self.parent / f"nsp-{os.getpid()}-{rank}" for rank in range(NUM_RANKS)]
-        quota = int(share * PERIOD_US)
-        for folder in self.folders:
-            folder.mkdir()
-            if is_v1:
-                (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-                (folder / "cpu.cfs_quota_us").write_text(str(quota))
-            else:
-                (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
-
-    def remove(self) -> None:
-        """Removes the groups, once their processes are gone."""
-        for folder in self.folders:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[None]:
-    """Two network namespaces with a slow link between them."""
-    ends = [f"veth-{host}" for host in HOSTS]
-    for host in HOSTS:
-        run("ip", "netns", "add", host)
-    try:
-        run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for number, (host, end) in enumerate(zip(HOSTS, ends, strict=True), 1):
-            run("ip", "link", "set", end, "netns", host)
-            inside = ("ip", "netns", "exec", host)
-            run(*inside, "ip", "addr", "add", f"{ADDRESS}{number}/24", "dev", end)
-            run(*inside, "ip", "link", "set", end, "up")
-            run(*inside, "ip", "link", "set", "lo", "up")
-            limit = ("tbf", "rate", RATE, "burst", "256kbit", "latency", "50ms")
-            run(*inside, "tc", "qdisc", "add", "dev", end, "root", *limit)
-        yield
-    finally:
-        for host in HOSTS:
-            run("ip", "netns", "del", host)
-
-
-def run(*command: str) -> None:
-    """Runs a command; its error ends the benchmark."""
-    subprocess.run(command, check=True)
-
-
-def launch(shares: CpuShares, is_two_hosts: bool, *words: str) -> str:
-    """Runs `worker` on all ranks and returns what it printed."""
-    groups = ":".join(map(str, shares.folders))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    script = [__file__, "--worker", groups, *words]
-    commands = [[*torchrun, "--standalone", "--nproc-per-node", str(NUM_RANKS), *script]]
-    if is_two_hosts:
-        network = ["--nnodes", "2", "--nproc-per-node", str(NUM_RANKS // 2)]
-        network += ["--master-addr", f"{ADDRESS}1", "--master-port", "29517"]
-        commands = []
-        for number, host in enumerate(HOSTS):
-            # Not `ip netns exec`, which mounts another /sys, without the groups.
-            inside = ["nsenter", f"--net=/run/netns/{host}", "env"]
-            inside.append(f"GLOO_SOCKET_IFNAME=veth-{host}")
-            commands.append([*inside, *torchrun, *network, "--node-rank", str(number), *script])
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in commands
-    ]
-    printed = "".join(process.communicate()[0] for process in processes[::-1])
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"a run failed:\n{printed[-4000:]}")
-    return printed
+RATE = "400mbit"
 
 
 def worker(groups: str, words: list[str]) -> int:
     """One rank: joins its group, then profiles or trains."""
-    folder = Path(groups.split(":")[int(os.environ["RANK"])])
-    (folder / "cgroup.procs").write_text(str(os.getpid()))
-    sys.argv = ["calibration.py", *words[1:]]
+    join(groups, on_one_core=False)
     if words[0] == "profile":
-        from megatron_nsp.cli import main as command_line
-
-        return command_line(["profile", *words[1:]])
+        return profile_worker(words[1:])
+    sys.argv = ["calibration.py", *words[1:]]
     from megatron_nsp.mcore.cpu import enable_cpu_mode
 
     enable_cpu_mode()
@@ -162,14 +70,6 @@ def training_flags(prefix: Path, plans: Path, num_steps: int) -> list[str]:
             flags += line.split()
     flags += ["--data-path", str(prefix), "--train-iters", str(num_steps)]
     return [*flags, "--nsp-policy", f"file:{plans}"]
-
-
-def measured_ms(printed: str, num_steps: int) -> list[float]:
-    """Time of every step, from Megatron's log."""
-    times = [float(line.split(MARK)[1].split()[0]) for line in printed.splitlines() if MARK in line]
-    if len(times) != num_steps:
-        raise SystemExit(f"{len(times)} steps in the log, {num_steps} expected:\n{printed[-3000:]}")
-    return times
 
 
 def forced(name: str, lengths: IntArray, cost: CostModel) -> Plan:
@@ -220,32 +120,25 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.45, help="of a core, each rank")
     parser.add_argument("--two-hosts", action="store_true", help="a slow link between two pairs")
     args = parser.parse_args()
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        raise SystemExit("CPU shares and network namespaces need root and the tool ip")
-    shares = CpuShares(args.share)
-    hosts = two_hosts() if args.two_hosts else contextlib.nullcontext()
-    try:
-        with hosts, tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            profile = folder / "calibrated.json"
-            launch(shares, args.two_hosts, "profile", str(profile))
-            base = cost_model()
-            cost = replace(base, profile=load_profile(str(profile)))
-            corpus = build_corpus(folder, None)
-            lengths = load_lengths(str(corpus.with_suffix(".idx")))
-            batches = draw_batches(lengths, args.batches)
-            turns = [
-                Turn(number, name, forced(name, batch.lengths, cost))
-                for number, batch in enumerate(batches)
-                for name in PLANS
-            ]
-            seed = setting("--seed")
-            prefix, plans = write_turns(folder, corpus, lengths, batches, turns, seed)
-            flags = training_flags(prefix, plans, len(turns))
-            printed = launch(shares, args.two_hosts, "train", *flags)
-            return table(turns, measured_ms(printed, len(turns)), cost)
-    finally:
-        shares.remove()
+    rate = RATE if args.two_hosts else None
+    with cluster(NUM_RANKS, args.share, rate) as where, tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        profile = folder / "calibrated.json"
+        launch(__file__, where, "profile", str(profile))
+        cost = replace(cost_model(), profile=load_profile(str(profile)))
+        corpus = build_corpus(folder, None)
+        lengths = load_lengths(str(corpus.with_suffix(".idx")))
+        batches = draw_batches(lengths, args.batches)
+        turns = [
+            Turn(number, name, forced(name, batch.lengths, cost))
+            for number, batch in enumerate(batches)
+            for name in PLANS
+        ]
+        seed = setting("--seed")
+        prefix, plans = write_turns(folder, corpus, lengths, batches, turns, seed)
+        flags = training_flags(prefix, plans, len(turns))
+        printed = launch(__file__, where, "train", *flags)
+        return table(turns, measured_ms(printed, len(turns)), cost)
 
 
 if __name__ == "__main__":

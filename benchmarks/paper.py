@@ -27,8 +27,9 @@ from megatron_nsp.planner import (
     token_budget,
 )
 from megatron_nsp.planner.lengths import draw_batch, load_table, table_names
+from megatron_nsp.planner.saving import aware_of_saving, kept_output
 from megatron_nsp.simulator.ablation import FULL, ablate
-from megatron_nsp.simulator.compare import Setting, aware_of_saving, compare, run_trials
+from megatron_nsp.simulator.compare import Setting, compare, run_trials
 from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
 from megatron_nsp.tree import SPTree
@@ -71,7 +72,7 @@ def setting(model_name: str, max_length: int) -> Setting:
     gather_us, scatter_us = sharding_us(model, profile, NUM_RANKS, 1, experts)
     save_bytes = SAVE_BYTES if is_large else 0.0
     return Setting(
-        cost=aware_of_saving(cost, save_bytes),
+        cost=aware_of_saving(cost, save_bytes, kept_output(cost.shape)),
         token_budget=token_budget(model, memory, MEMORY_BYTES) if is_large else None,
         num_micro_batches=None,
         longest=max_length,

@@ -1,8 +1,8 @@
 """Runs the benchmarks that need nothing but this checkout, one after the other: `make bench`.
 
 Each prints what it measured and exits 1 when it misses its target. Run by hand: flexsp.py (needs
-the trace of FlexSP's artifact), calibration.py (needs root), paper.py (simulates for minutes, and
-for hours with FlexSP).
+the trace of FlexSP's artifact), calibration.py, streaming.py and nested_pays.py (need root),
+paper.py (simulates for minutes, and for hours with FlexSP).
 """
 
 import subprocess
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-BENCHMARKS = ("planner.py", "basp.py", "overhead.py")
+BENCHMARKS = ("planner.py", "basp.py", "backends.py", "overhead.py")
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ Shapes: T rows of the rank's buffer (filler rows included), H query heads, K key
 V head dims of keys and values. Filler rows come out as zeros and get zero gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_nsp.backends.base import NodeCall
-from megatron_nsp.backends.blocks import Rounds, node_rounds, split_for
+from megatron_nsp.backends.blocks import Filled, Rounds, node_rounds, split_for
+from megatron_nsp.backends.native import NativeBackward, NativeForward, check_native
 from megatron_nsp.backends.node import (
     Gradients,
     HeadsState,
@@ -23,8 +24,9 @@ from megatron_nsp.backends.node import (
 )
 from megatron_nsp.executor import CommunicationQueue, play
 from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionKernel, AttentionMask
+from megatron_nsp.kernels import AttentionKernel, AttentionMask, NativeAttention
 from megatron_nsp.layout import NodeSlice, RankLayout, rank_layout
+from megatron_nsp.order import ROOT_FIRST, Order, in_order
 from megatron_nsp.plan import Plan
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.schedule import Pass, Step, build_schedule
@@ -43,7 +45,8 @@ class NestedBatch:
         layout: what this rank holds.
         overlap: whether the schedule streams the phases of consecutive nodes.
         saved_samples: samples whose attention output is kept where a layer is recomputed.
-        kept: what the layers have kept so far, by layer number.
+        orders: in which order nodes run in each pass; root first for one that is not there.
+        kept: what the layers have kept so far, by layer number; empty when a forward pass begins.
     """
 
     plan: Plan
@@ -51,8 +54,10 @@ class NestedBatch:
     layout: RankLayout
     overlap: bool
     saved_samples: SavedSamples = NOTHING_SAVED
+    orders: Mapping[Pass, Order] = field(default_factory=dict)
     kept: dict[int, SavedLayer] = field(default_factory=dict)
     _rounds: dict[tuple[Node, int, bool, int | None], Rounds] = field(default_factory=dict)
+    _filled: dict[Node, Filled] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -63,10 +68,11 @@ class NestedBatch:
         row_multiple: int = 1,
         overlap: bool = True,
         saved_samples: SavedSamples = NOTHING_SAVED,
+        orders: Mapping[Pass, Order] | None = None,
     ) -> "NestedBatch":
         """The batch of `rank`; see `layout.rank_layout` for the arguments."""
         layout = rank_layout(plan, rank, micro_batch, row_multiple)
-        return cls(plan, micro_batch, layout, overlap, saved_samples)
+        return cls(plan, micro_batch, layout, overlap, saved_samples, orders or {})
 
     @cached_property
     def num_saved(self) -> dict[Node, int]:
@@ -83,12 +89,19 @@ class NestedBatch:
             self._rounds[key] = node_rounds(part, mask)
         return self._rounds[key]
 
+    def filled(self, part: NodeSlice) -> Filled:
+        """How the samples of a native node are filled up."""
+        if part.node not in self._filled:
+            self._filled[part.node] = Filled.of(part)
+        return self._filled[part.node]
+
     def steps(
         self, parts: Sequence[NodeSlice], pass_: Pass, mask: AttentionMask
     ) -> tuple[Step, ...]:
-        """The issue order of a pass over these slices of active nodes, root first."""
+        """The issue order of a pass over these slices of active nodes."""
         splits = {part.node: split_for(part.split, mask) for part in parts}
-        return build_schedule([part.node for part in parts], pass_, self.overlap, splits)
+        path = in_order(splits, self.orders.get(pass_, ROOT_FIRST) if self.overlap else ROOT_FIRST)
+        return build_schedule(path, pass_, self.overlap, splits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +112,13 @@ class AttentionRuntime:
         groups: the tree's groups.
         kernel: attention kernel.
         queue: communication queue.
+        native: what runs the nodes that Transformer Engine is to run itself.
     """
 
     groups: NestedGroups
     kernel: AttentionKernel
     queue: CommunicationQueue
+    native: NativeAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +128,14 @@ class Layer:
     Attributes:
         number: its number on this rank.
         is_training: whether a backward pass will follow; evaluation keeps nothing.
+        output_stays: whether whoever takes the output of the first pass holds on to it until the
+            layer is recomputed, as an output projection outside the checkpoint does. What is kept
+            then refers to it.
     """
 
     number: int
     is_training: bool
+    output_stays: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,15 +150,20 @@ class _Call:
     """Of a recomputation: what the first pass kept."""
     keeps: bool
     """Whether this is a first pass that will be recomputed."""
+    has_backward: bool
+    """Whether backward of this very pass may follow."""
 
     def node(self, part: NodeSlice, sink_H: Tensor | None) -> NodeCall:
+        is_native = part.split.is_native
         return NodeCall(
             part=part,
-            rounds=self.batch.rounds(part, self.mask),
+            rounds=() if is_native else self.batch.rounds(part, self.mask),
             group=self.runtime.groups.group(part.node),
             kernel=self.runtime.kernel,
             mask=self.mask,
             sink_H=sink_H,
+            filled=self.batch.filled(part) if is_native else None,
+            native=self.runtime.native,
         )
 
     def remaining(self) -> list[NodeSlice]:
@@ -167,8 +191,26 @@ class _Call:
             rows = slice(part.buffer_start, rest.buffer_start)
             lse_hS = passes[part.node].state.lse_hS
             tokens = part.stream_tokens - (rest.stream_tokens if len(rest.samples) else 0)
-            kept[part.node] = SavedOutput(count, out_THV[rows].clone(), lse_hS[:, :tokens].clone())
+            out = out_THV[rows] if self.layer.output_stays else out_THV[rows].clone()
+            kept[part.node] = SavedOutput(count, out, lse_hS[:, :tokens].clone())
         self.batch.kept[self.layer.number] = kept
+
+    def state_tensors(self, part: NodeSlice, state: HeadsState) -> tuple[Tensor | None, ...]:
+        """What to save of a node's forward; None for an output that is in the layer's anyway.
+
+        Where tokens are not exchanged for heads, q, k and v are rows of the layer's: a view would
+        keep all of its buffer alive. Where that is kept anyway, for saved samples, views cost
+        nothing.
+        """
+        q, k, v, out, lse = state.tensors
+        if self.has_backward and not self.saved:
+            q, k, v = (_alone(x) for x in (q, k, v))
+        return q, k, v, (None if part.ulysses_degree == 1 else out), lse
+
+
+def _alone(x: Tensor) -> Tensor:
+    """The tensor in memory of its own: a copy if it is part of something larger."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 class _NestedAttention(torch.autograd.Function):
@@ -182,12 +224,15 @@ class _NestedAttention(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         out_THV = q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[2])
-        parts, passes = call.remaining(), {}
+        parts: list[NodeSlice] = call.remaining()
+        passes: dict[Node, Any] = {}
         for part in parts:
-            rows = part.buffer_slice
-            passes[part.node] = NodeForward(
-                call.node(part, sink_H), q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
-            )
+            rows, node = part.buffer_slice, call.node(part, sink_H)
+            tensors = q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
+            if part.split.is_native:
+                passes[part.node] = NativeForward(node, *tensors, call.has_backward)
+            else:
+                passes[part.node] = NodeForward(node, *tensors)
         call.play(parts, Pass.FWD, passes)
         for part in call.batch.layout.slices:
             if part.node in call.saved:
@@ -195,9 +240,13 @@ class _NestedAttention(torch.autograd.Function):
                 out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
         if call.keeps:
             call.keep(out_THV, passes)
-        states = [passes[part.node].state.tensors for part in parts]
+        own = [part for part in parts if not part.split.is_native]
+        states = [call.state_tensors(part, passes[part.node].state) for part in own]
+        # Tensors that carry a graph: what it holds is saved by it.
+        ctx.graphs = {part.node: passes[part.node].graph for part in parts if part not in own}
         inputs = (q_THD, k_TKD, v_TKV) if call.saved else (None, None, None)
-        ctx.save_for_backward(sink_H, *inputs, *(x for state in states for x in state))
+        output = out_THV if any(part.ulysses_degree == 1 for part in parts) else None
+        ctx.save_for_backward(sink_H, *inputs, output, *(x for state in states for x in state))
         ctx.kv_shapes = k_TKD.shape, v_TKV.shape
         ctx.head_dim = q_THD.shape[2]
         ctx.call = call
@@ -207,17 +256,29 @@ class _NestedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         sink_H, *saved = ctx.saved_tensors
-        inputs, states = saved[:3], saved[3:]
+        inputs, output_THV, states = saved[:3], saved[3], saved[4:]
         shapes = (*dout_THV.shape[:2], ctx.head_dim), *ctx.kv_shapes
         grads = [dout_THV.new_zeros(shape) for shape in shapes]
-        dsink_H = None if sink_H is None else torch.zeros_like(sink_H, dtype=torch.float64)
-        state_of = {
-            part.node: HeadsState(*states[5 * place : 5 * place + 5])
-            for place, part in enumerate(call.remaining())
-        }
-        parts, passes = call.batch.layout.slices, {}
-        for part in parts:
+        state_of = {}
+        own = [part for part in call.remaining() if not part.split.is_native]
+        for place, part in enumerate(own):
+            q, k, v, out, lse = states[5 * place : 5 * place + 5]
+            out = output_THV[part.buffer_slice] if out is None else out
+            state_of[part.node] = HeadsState(q, k, v, out, lse)
+        parts = call.batch.layout.slices
+        passes: dict[Node, Any] = {}
+        dsink_NH = None  # a row a node, so that their order changes no bit of the sum
+        if sink_H is not None:
+            dsink_NH = sink_H.new_zeros(len(parts), len(sink_H), dtype=torch.float64)
+        for place, part in enumerate(parts):
             rows, saved_output = part.buffer_slice, call.saved.get(part.node)
+            dsink_H = None if dsink_NH is None else dsink_NH[place]
+            node_grads = Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H)
+            if part.split.is_native:
+                passes[part.node] = NativeBackward(
+                    call.node(part, None), ctx.graphs.pop(part.node), dout_THV[rows], node_grads
+                )
+                continue
             first: tuple[Tensor, ...] = ()
             if saved_output is not None:
                 start = part.buffer_start
@@ -228,10 +289,10 @@ class _NestedAttention(torch.autograd.Function):
                 saved_output,
                 first,
                 dout_THV[rows],
-                Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H),
+                node_grads,
             )
         call.play(parts, Pass.BWD, passes)
-        return (*grads, None if dsink_H is None else dsink_H.to(sink_H.dtype), None)
+        return (*grads, None if dsink_NH is None else dsink_NH.sum(0).to(sink_H.dtype), None)
 
 
 def nested_attention(
@@ -265,7 +326,8 @@ def nested_attention(
         `out_THV`, zeros in filler rows.
 
     Raises:
-        ValueError: the tensors do not have the rows of the batch's buffer.
+        ValueError: the tensors do not have the rows of the batch's buffer, or Transformer Engine
+            is to run a node that it cannot.
     """
     if q_THD.shape[0] != batch.layout.buffer_tokens:
         raise ValueError(
@@ -276,6 +338,11 @@ def nested_attention(
     is_first = not torch.is_grad_enabled() and layer is not None and layer.is_training
     if layer is not None and not is_first:
         saved = batch.kept.pop(layer.number, {})
-    call = _Call(batch, mask, runtime, layer, saved, is_first and any(batch.num_saved.values()))
+    keeps = is_first and any(batch.num_saved.values())
+    call = _Call(batch, mask, runtime, layer, saved, keeps, torch.is_grad_enabled())
+    for part in batch.layout.slices:
+        if part.split.is_native:
+            heads = q_THD.shape[1], k_TKD.shape[1]
+            check_native(call.node(part, sink_H), *heads, batch.num_saved[part.node])
     out_THV: Tensor = _NestedAttention.apply(q_THD, k_TKD, v_TKV, sink_H, call)
     return out_THV

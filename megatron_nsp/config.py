@@ -5,9 +5,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from megatron_nsp.split import NATIVE
 from megatron_nsp.tree import SPTree
 
+BACKENDS = ("auto", "ulysses", "ring", "usp", "gather", *NATIVE)
 OVER_LONG_POLICIES = ("filter", "error")
+DEFAULT_DEGREE = 64
+"""Where the default chain of degrees ends if heads do not end it: rings get long."""
+
 MOST_TOKENS = 2**31 - 1
 """Positions and sequence boundaries are 32-bit numbers in every attention kernel."""
 
@@ -21,10 +26,18 @@ class NSPConfig:
 
     max_degree: int | None = None
     """Largest degree of the default chain 1, 2, 4, ...; without it the largest power of two that
-    divides the domain and that the attention heads allow."""
+    divides the domain and that the attention heads allow, or 64 where heads limit no degree and
+    allow less."""
 
     degrees: tuple[int, ...] | None = None
     """The whole chain of degrees instead, for example 1,3,6; each degree divides the next."""
+
+    backend: str = "auto"
+    """How the ranks of a node divide attention: 'ulysses' (heads, which must divide), 'ring'
+    (tokens; keys travel from rank to rank), 'usp' (heads as far as they and hosts allow, tokens
+    beyond), 'gather' (tokens; all keys are sent to all ranks), 'te-p2p' or 'te-a2a' (Transformer
+    Engine's own ring, or its own exchange of heads, which must all divide), or 'auto', for each
+    node what is fastest of all but those of Transformer Engine."""
 
     batch_tokens: int = 16384
     """Tokens of one optimizer step: whole samples are drawn until this many are reached."""
@@ -39,6 +52,10 @@ class NSPConfig:
     token_budget: int | None = None
     """Most tokens one rank may hold in one micro-batch (not multiplied by the degree): the guard of
     activation memory; without it no limit."""
+
+    save_budget_gb: float = 0.0
+    """Most gigabytes (1e9 bytes) of attention outputs that a rank keeps, for each micro-batch in
+    flight, instead of computing them again where layers are recomputed; 0 keeps none, inf all."""
 
     profile: str | None = None
     """Cost profile of the planner: the name of a built-in one or the path of a JSON file; without
@@ -86,11 +103,11 @@ class NSPConfig:
         for name in ("batch_tokens", "max_length", "token_budget", "max_degree"):
             check_range(flag(name), getattr(self, name), 1, MOST_TOKENS)
         check_range(flag("plan_ahead"), self.plan_ahead, 0)
-        if self.over_long not in OVER_LONG_POLICIES:
-            raise ValueError(
-                f"{flag('over_long')} must be one of {', '.join(OVER_LONG_POLICIES)}, "
-                f"got {self.over_long}"
-            )
+        check_range(flag("save_budget_gb"), self.save_budget_gb, 0)
+        for name, known in (("over_long", OVER_LONG_POLICIES), ("backend", BACKENDS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{flag(name)} must be one of {', '.join(known)}, got {value}")
         if self.input_layout != "plan" and self.static_degree is None:
             raise ValueError(
                 f"{flag('input_layout')} must be plan or static:N with N at least 1, got "
@@ -150,6 +167,13 @@ def is_admissible(degree: int, num_heads: int, num_kv_heads: int) -> bool:
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
 
 
+def _heads_allow(backend: str, degree: int, num_heads: int, num_kv_heads: int) -> bool:
+    """Whether a backend could split heads over `degree` ranks, if it did not split tokens."""
+    if backend == "te-a2a":  # gives no key/value head to several ranks
+        return num_heads % degree == 0 and num_kv_heads % degree == 0
+    return is_admissible(degree, num_heads, num_kv_heads)
+
+
 def build_tree(
     config: NSPConfig, num_ranks: int, num_heads: int | None, num_kv_heads: int | None
 ) -> SPTree:
@@ -162,7 +186,8 @@ def build_tree(
         num_kv_heads: key/value heads on a tensor-parallel rank.
 
     Raises:
-        ValueError: a degree does not divide the ranks or the heads; names flag and numbers.
+        ValueError: a degree does not divide the ranks, or the heads where only heads may be split;
+            names flag and numbers.
     """
     chosen = "degrees" if config.degrees is not None else "max_degree"
     try:
@@ -174,13 +199,19 @@ def build_tree(
         raise ValueError(f"{flag(chosen)}: {error}") from error
     if num_heads is None or num_kv_heads is None:
         return tree
-    admissible = tuple(d for d in tree.degrees if is_admissible(d, num_heads, num_kv_heads))
-    if config.degrees is None and config.max_degree is None:
-        return SPTree(num_ranks, admissible)
+    served = tuple(
+        d for d in tree.degrees if _heads_allow(config.backend, d, num_heads, num_kv_heads)
+    )
+    is_default = config.degrees is None and config.max_degree is None
+    if config.backend not in ("ulysses", "te-a2a"):
+        most = max(*served, DEFAULT_DEGREE) if is_default else tree.max_degree
+        return SPTree(num_ranks, tuple(d for d in tree.degrees if d <= most))
+    if is_default:
+        return SPTree(num_ranks, served)
     for degree in tree.degrees:
-        if degree not in admissible:
+        if degree not in served:
             raise ValueError(
                 f"{flag(chosen)}: degree {degree} cannot split {num_heads} query and "
-                f"{num_kv_heads} key/value heads evenly"
+                f"{num_kv_heads} key/value heads evenly, as {flag('backend')} {config.backend} must"
             )
     return tree

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nsp.backends.base import Exchange, NodePass
+from megatron_nsp.exposed import ExposedTime, HostTime, StreamTime, exposed_time
 from megatron_nsp.layout import NodeSlice
 from megatron_nsp.schedule import Phase, Step
 from megatron_nsp.tree import Node
@@ -30,7 +31,13 @@ class Pending(Protocol):
 
 
 class CommunicationQueue(Protocol):
-    """Runs exchanges in issue order, one at a time."""
+    """Runs exchanges in issue order, one at a time.
+
+    Attributes:
+        exposed: how long compute was blocked on them.
+    """
+
+    exposed: ExposedTime
 
     def issue(self, exchange: Exchange) -> Pending:
         """Puts an exchange on the queue."""
@@ -61,16 +68,27 @@ class _Done:
 
 
 class SerialQueue:
-    """Runs every exchange when it is issued: `--no-nsp-overlap`."""
+    """Runs every exchange when it is issued: `--no-nsp-overlap`.
+
+    Args:
+        exposed: measures the exchanges, all of which compute waits for.
+    """
+
+    def __init__(self, exposed: ExposedTime) -> None:
+        """Measures with `exposed`."""
+        self.exposed = exposed
 
     def issue(self, exchange: Exchange) -> Pending:
         """Runs the exchange."""
-        return _Done(run_exchange(exchange))
+        if exchange.group is None:
+            return _Done(exchange.send)
+        with self.exposed.blocked():
+            return _Done(run_exchange(exchange))
 
 
 class _OnThread:
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, exposed: ExposedTime) -> None:
+        self.exchange, self.exposed = exchange, exposed
         self.finished = Event()
         self.received: Tensor | None = None
         self.error: BaseException | None = None
@@ -83,7 +101,8 @@ class _OnThread:
         self.finished.set()
 
     def wait(self) -> Tensor:
-        self.finished.wait()
+        with self.exposed.blocked():
+            self.finished.wait()
         if self.error is not None:
             raise self.error
         assert self.received is not None
@@ -98,6 +117,7 @@ class ThreadQueue:
 
     def __init__(self) -> None:
         """Starts no thread before the first exchange that communicates."""
+        self.exposed: ExposedTime = HostTime()
         self._work: SimpleQueue[_OnThread] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -108,7 +128,7 @@ class ThreadQueue:
         if self._thread is None:
             self._thread = Thread(target=self._serve, name="nsp-communication", daemon=True)
             self._thread.start()
-        pending = _OnThread(exchange)
+        pending = _OnThread(exchange, self.exposed)
         self._work.put(pending)
         return pending
 
@@ -118,12 +138,20 @@ class ThreadQueue:
 
 
 class _OnStream:
-    def __init__(self, exchange: Exchange, received: Tensor, finished: torch.cuda.Event) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        received: Tensor,
+        finished: torch.cuda.Event,
+        exposed: ExposedTime,
+    ) -> None:
         self.exchange, self.received, self.finished = exchange, received, finished
+        self.exposed = exposed
 
     def wait(self) -> Tensor:
         compute = torch.cuda.current_stream()
-        compute.wait_event(self.finished)
+        with self.exposed.blocked():
+            compute.wait_event(self.finished)
         self.received.record_stream(compute)
         return self.received
 
@@ -138,6 +166,7 @@ class StreamQueue:
     def __init__(self) -> None:
         """Makes the side stream on the current device."""
         self._stream = torch.cuda.Stream()
+        self.exposed: ExposedTime = StreamTime()
 
     def issue(self, exchange: Exchange) -> Pending:
         """Queues the exchange behind the work that produced what it sends."""
@@ -149,13 +178,13 @@ class StreamQueue:
             finished = torch.cuda.Event()
             finished.record(self._stream)
         exchange.send.record_stream(self._stream)
-        return _OnStream(exchange, received, finished)
+        return _OnStream(exchange, received, finished, self.exposed)
 
 
 def build_queue(device: torch.device, overlap: bool) -> CommunicationQueue:
     """The queue of a rank: serial, or the streamed one of the device."""
     if not overlap:
-        return SerialQueue()
+        return SerialQueue(exposed_time(device))
     return StreamQueue() if device.type == "cuda" else ThreadQueue()
 
 
@@ -186,11 +215,11 @@ def play(steps: Sequence[Step], passes: Mapping[Node, NodePass], queue: Communic
     """
     playing = _Playing(passes, queue)
     for step in steps:
+        if step.phase is Phase.NATIVE:
+            playing.finish_all()
         with _named(step, passes[step.node]):
             playing.run(step)
-    for step, pending in playing.epilogues:
-        with _named(step, passes[step.node]):
-            passes[step.node].finish(pending.wait())
+    playing.finish_all()
 
 
 class _Playing:
@@ -211,6 +240,9 @@ class _Playing:
             if self.prologues.get(node, (-1,))[0] == step.round:
                 self.receive(node)
             work.compute(step.round)
+        elif step.phase is Phase.NATIVE:
+            assert not self.prologues and not self.returns, f"{step} with exchanges on their way"
+            work.compute(step.round)
         elif step.phase is Phase.RETURN:
             pending = self.queue.issue(work.give_back(step.round))
             self.returns.setdefault(node, []).append((step.round, pending))
@@ -218,6 +250,13 @@ class _Playing:
             for number, pending in self.returns.pop(node, []):
                 work.take_back(number, pending.wait())
             self.epilogues.append((step, self.queue.issue(work.epilogue())))
+
+    def finish_all(self) -> None:
+        """Waits for the epilogues that are on their way."""
+        for step, pending in self.epilogues:
+            with _named(step, self.passes[step.node]):
+                self.passes[step.node].finish(pending.wait())
+        self.epilogues.clear()
 
     def receive(self, node: Node) -> None:
         if node in self.prologues:

@@ -114,7 +114,7 @@ class NodeSlice:
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs of samples in this rank's slice, in buffer order; none of them is empty."""
-        chunks = chunk_starts(self.lengths, self.ring_degree)
+        chunks = chunk_starts(self.lengths, self.split)
         ends = self.member, 2 * self.ring_degree - 1 - self.member
         places = [(chunks[c], chunks[c + 1]) for c in ends]
         if self.ring_degree == 1:  # the two halves of a sample are one run
@@ -135,7 +135,7 @@ class NodeSlice:
         """The slice of the samples after the first `num_samples`: the end of this one's rows."""
         if num_samples == 0:
             return self
-        gone = member_tokens(self.lengths[:num_samples], self.ring_degree).sum(axis=1)
+        gone = member_tokens(self.lengths[:num_samples], self.split).sum(axis=1)
         bounds = np.maximum(self.bounds - gone[:, None], 0)
         left = int(np.diff(bounds[self.member, self.rank_in_member :][:2])[0])
         return replace(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_nsp.config import is_admissible
 from megatron_nsp.split import ULYSSES, Split, rank_tokens
 from megatron_nsp.split import IntArray as IntArray
 from megatron_nsp.tree import Node, SPTree
@@ -155,6 +156,12 @@ class Plan:
         """How `node` divides attention among its ranks."""
         return self.splits.get((micro_batch, node), ULYSSES)
 
+    def backend_of(self, node: Node, micro_batch: int = 0) -> str:
+        """What divides attention among the ranks of `node`, for people: for example `usp 2x4`."""
+        split, degree = self.split_of(node, micro_batch), self.tree.degree(node)
+        sizes = f" {split.ring_degree}x{degree // split.ring_degree}"
+        return split.backend(degree) + (sizes if split != ULYSSES else "")
+
     def active_nodes(self, micro_batch: int = 0) -> tuple[Node, ...]:
         """The nodes that hold at least one sample, roots first."""
         return tuple(sorted(node for key, node in self._streams if key == micro_batch))
@@ -213,6 +220,22 @@ class Plan:
                 f"a rank holds {over + (self.token_budget or 0)} tokens, over the token budget of "
                 f"{self.token_budget}"
             )
+
+    def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        """Checks that every node's heads divide over the ranks that share them.
+
+        Raises:
+            ValueError: names the first node whose heads do not, and the numbers.
+        """
+        for micro_batch, node in self._streams:
+            split, degree = self.split_of(node, micro_batch), self.tree.degree(node)
+            split.check_heads(degree, num_heads, num_kv_heads)
+            inside = degree // split.ring_degree
+            if not is_admissible(inside, num_heads, num_kv_heads):
+                raise ValueError(
+                    f"node {self.tree.label(node)} cannot split {num_heads} query and "
+                    f"{num_kv_heads} key/value heads over {inside} ranks evenly"
+                )
 
     def _complaint(self, sample: int) -> str:
         if self.lengths[sample] < 1:

@@ -6,7 +6,9 @@ All ranks measure at the same time, as they work at the same time in training. W
                 stream of tokens
     dense       norms, projections and MLP of one layer, forward and backward, as autograd runs them
     exchanges   a node's forward without its kernel, all nodes of a degree at once, for several
-                numbers of tokens; a line is fitted
+                numbers of tokens; and keys and values on their way to the next rank of a ring, and
+                to all ranks at once; a line is fitted to each
+    merging     outputs of the same queries for parts of their keys, added up
     launches    the kernel on one token: the latency of a phase
     bias        gradients of all layers summed over the ranks, and an Adam step
 
@@ -18,7 +20,7 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_nsp.backends.base import NodeCall
-from megatron_nsp.backends.blocks import node_rounds
-from megatron_nsp.backends.node import NodeForward
+from megatron_nsp.backends.blocks import Rows, node_rounds
+from megatron_nsp.backends.node import Merged, NodeForward
+from megatron_nsp.config import is_admissible
 from megatron_nsp.executor import run_exchange
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import AttentionKernel, AttentionMask, SampleBounds
@@ -37,9 +40,12 @@ from megatron_nsp.plan import Plan
 from megatron_nsp.planner.cost import BWD_ATTENTION_FACTOR, BWD_DENSE_FACTOR, ulysses_sent_bytes
 from megatron_nsp.planner.models import Model
 from megatron_nsp.planner.profile import AttentionRate, ExchangeRate, Profile
+from megatron_nsp.planner.split_cost import sent_bytes_per_token
 from megatron_nsp.schedule import Pass, Phase
+from megatron_nsp.split import ULYSSES, Split
 
 Say = Callable[[str], None]
+Work = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,9 @@ class Profiler:
         """Everything, as a profile."""
         attention = self.attention_rates()
         dense_flops_per_s = self._dense()
-        table, residuals = self._exchanges()
+        exchanges, residuals = self._exchanges()
         latency_us = self._launch_us()
+        table = exchanges.get("ulysses") or exchanges.get("ring", {})
         rates = [rate.bytes_per_s for rate in table.values()] or [1e9]
         inside = [rate.bytes_per_s for degree, rate in table.items() if degree <= ranks_per_host]
         memory = None
@@ -145,8 +152,9 @@ class Profiler:
             ranks_per_host=ranks_per_host,
             latency_us=latency_us,
             bias_us=self._bias_us(),
-            exchanges={"ulysses": table} if table else {},
+            exchanges=exchanges,
             memory_bytes=memory,
+            merged_elements_per_s=self._merging(),
             residuals=residuals,
         )
 
@@ -226,49 +234,89 @@ class Profiler:
         parameters += model.num_matrices * model.hidden * model.active_width
         return 2.0 * parameters * tokens * (1 + BWD_DENSE_FACTOR) / seconds
 
-    def _exchanges(self) -> tuple[dict[int, ExchangeRate], dict[str, float]]:
-        table, residuals = {}, {}
+    def _exchanges(self) -> tuple[dict[str, dict[int, ExchangeRate]], dict[str, float]]:
+        """Rates by backend and degree, and how far each line is from its points."""
+        tables: dict[str, dict[int, ExchangeRate]] = {}
+        residuals, model = {}, self.model
         for degree in self.groups.tree.degrees[1:]:
-            sizes, seconds = [], []
-            for tokens in self.effort.exchange_tokens:
-                self.say(f"exchanges among {degree} ranks, {tokens} tokens a rank")
-                both, sent_bytes = self._both_exchanges(degree, tokens)
-                sizes.append(sent_bytes / 2)
-                seconds.append(self._over_ranks(self._time(both), max) / 2)
-            rate, residual = fit_line(np.array(sizes), np.array(seconds))
-            table[degree] = rate
-            residuals[f"exchange of degree {degree}"] = residual
-        return table, residuals
+            backends = ["ring", "gather"]
+            if is_admissible(degree, model.num_heads, model.num_kv_heads):
+                backends.insert(0, "ulysses")
+            for backend in backends:
+                work = self._both_exchanges if backend == "ulysses" else self._to_members
+                sizes, seconds = [], []
+                for tokens in self.effort.exchange_tokens:
+                    self.say(f"{backend} exchanges among {degree} ranks, {tokens} tokens a rank")
+                    run, sent_bytes, count = work(degree, tokens, backend)
+                    sizes.append(sent_bytes / count)
+                    seconds.append(self._over_ranks(self._time(run), max) / count)
+                rate, residual = fit_line(np.array(sizes), np.array(seconds))
+                tables.setdefault(backend, {})[degree] = rate
+                residuals[f"{backend} exchange of degree {degree}"] = residual
+        return tables, residuals
 
-    def _both_exchanges(self, degree: int, tokens: int) -> tuple[Callable[[], None], int]:
-        """A node's forward without its kernel, for timing, and the bytes a rank sends in it.
+    def _node(self, degree: int, tokens: int, split: Split) -> tuple[NodeCall, list[Tensor]]:
+        """A node of one sample, and this rank's q, k, v and output of it."""
+        model, tree = self.model, self.groups.tree
+        node = tree.node_at(tree.depth_of(degree), self.groups.rank)
+        plan = Plan.from_nodes(tree, [tokens * degree], [node], splits={(0, node): split})
+        (part,) = rank_layout(plan, self.groups.rank).slices
+        mask = AttentionMask(model.head_dim**-0.5)
+        q, out = (self._heads(part.num_tokens, model.num_heads) for _ in range(2))
+        k, v = (self._heads(part.num_tokens, model.num_kv_heads) for _ in range(2))
+        rounds, group = node_rounds(part, mask), self.groups.group(node)
+        return NodeCall(part, rounds, group, self.kernel, mask), [q, k, v, out]
+
+    def _to_members(self, degree: int, tokens: int, outer: str) -> tuple[Work, int, int]:
+        """Keys and values sent to other ring members once, the bytes, and 1 exchange."""
+        split = Split(degree, outer)
+        call, tensors = self._node(degree, tokens, split)
+        forward = NodeForward(call, *tensors)
+        forward.receive(0, run_exchange(forward.prologue(0)))
+
+        def send() -> None:
+            forward.receive(1, run_exchange(forward.prologue(1)))
+
+        shape = self.model.shape(bytes_per_element=tensors[0].element_size())
+        each = sent_bytes_per_token(Pass.FWD, Phase.PROLOGUE, 1, degree, split, shape)
+        return send, round(each * tokens * degree), 1
+
+    def _both_exchanges(self, degree: int, tokens: int, _: str) -> tuple[Work, int, int]:
+        """A node's forward without its kernel, the bytes a rank sends in it, and 2 exchanges.
 
         Packing and unpacking belong to an exchange: they take as long as the network does where
         that is fast.
         """
-        model, tree = self.model, self.groups.tree
-        node = tree.node_at(tree.depth_of(degree), self.groups.rank)
-        plan = Plan.from_nodes(tree, [tokens * degree], [node])
-        (part,) = rank_layout(plan, self.groups.rank).slices
-        mask = AttentionMask(model.head_dim**-0.5)
-        q, out = (self._heads(tokens, model.num_heads) for _ in range(2))
-        k, v = (self._heads(tokens, model.num_kv_heads) for _ in range(2))
+        model = self.model
+        call, tensors = self._node(degree, tokens, ULYSSES)
         attended = self._heads(tokens * degree, model.num_heads // degree)
         kernel = _NoKernel(attended, attended[..., 0].float().transpose(0, 1).contiguous())
-        call = NodeCall(part, node_rounds(part, mask), self.groups.group(node), kernel, mask)
+        call = replace(call, kernel=kernel)
 
         def both() -> None:
-            forward = NodeForward(call, q, k, v, out)
+            forward = NodeForward(call, *tensors)
             forward.receive(0, run_exchange(forward.prologue(0)))
             forward.compute(0)
             forward.finish(run_exchange(forward.epilogue()))
 
-        shape = model.shape(bytes_per_element=q.element_size())
+        shape = model.shape(bytes_per_element=attended.element_size())
         sent = [
             ulysses_sent_bytes(Pass.FWD, phase, tokens, tokens * degree, degree, shape)
             for phase in Phase
         ]
-        return both, sum(sent)
+        return both, sum(sent), 2
+
+    def _merging(self) -> float:
+        self.say("merging")
+        tokens, model = self.effort.stream_tokens, self.model
+        q, out = (self._heads(tokens, model.num_heads) for _ in range(2))
+        lse = out[..., 0].float().transpose(0, 1).contiguous()
+        merged, rows = Merged(q, model.head_dim), Rows(None, tokens)
+
+        def merge() -> None:
+            merged.merge(rows, out, lse)
+
+        return out.numel() / self._over_ranks(self._time(merge), statistics.median)
 
     def _launch_us(self) -> float:
         self.say("launches")

@@ -60,13 +60,19 @@ class PlanReplay:
         tree: the job's tree.
         num_micro_batches: the job's passes in a step.
         token_budget: the job's token budget.
+        heads: query and key/value heads on a tensor-parallel rank; None = they split as they must.
 
     Raises:
-        ValueError: there is no such file, or a plan is for another tree, passes or budget.
+        ValueError: there is no such file, or a plan is for another tree, passes, budget or heads.
     """
 
     def __init__(
-        self, path: str, tree: SPTree, num_micro_batches: int, token_budget: int | None
+        self,
+        path: str,
+        tree: SPTree,
+        num_micro_batches: int,
+        token_budget: int | None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         """Reads the whole file."""
         if not Path(path).is_file():
@@ -88,6 +94,11 @@ class PlanReplay:
                     f"--nsp-policy file:{path}: plan {number} runs none of its {plan.num_samples} "
                     "samples"
                 )
+            if heads is not None:
+                try:
+                    plan.check_heads(*heads)
+                except ValueError as error:
+                    raise ValueError(f"--nsp-policy file:{path}: plan {number}: {error}") from error
             load = max((int(plan.token_load(m).max()) for m in range(num_micro_batches)), default=0)
             if token_budget is not None and load > token_budget:
                 raise ValueError(

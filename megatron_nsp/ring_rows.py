@@ -9,6 +9,9 @@ A member's stream holds, sample by sample, a head and a tail chunk (`split.py`).
 so each round is one call of a variable-length kernel. Where all keys are gathered first, the head
 and the tail of a sample each see a run of keys that ends with their own last token: two calls with
 an end-aligned causal mask, which is what sliding windows need.
+
+Transformer Engine's own context parallelism wants every chunk filled up: a member has 2c rows of
+each sample, of which its tokens are the first ones of either half.
 """
 
 from typing import NamedTuple
@@ -16,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_nsp.layout import NodeSlice
-from megatron_nsp.split import IntArray, chunk_starts, head_and_tail_tokens
+from megatron_nsp.split import IntArray, chunk_starts, chunk_tokens, head_and_tail_tokens
 
 
 class BlockRows(NamedTuple):
@@ -71,7 +74,7 @@ def ring_block(part: NodeSlice, q_member: int, kv_member: int, is_causal: bool) 
         kv_member: the member whose keys they are; rows count from the start of its stream.
         is_causal: whether the mask is causal.
     """
-    heads, tails = head_and_tail_tokens(part.lengths, part.ring_degree)
+    heads, tails = head_and_tail_tokens(part.lengths, part.split)
     both = heads + tails
     q_lengths, q_starts = both[q_member], np.cumsum(both[q_member]) - both[q_member]
     kv_lengths, kv_starts = both[kv_member], np.cumsum(both[kv_member]) - both[kv_member]
@@ -95,7 +98,7 @@ def gather_blocks(
         is_causal: whether the mask is causal.
         window_left: most tokens before itself that a token sees; None = all.
     """
-    heads, tails = head_and_tail_tokens(part.lengths, part.ring_degree)
+    heads, tails = head_and_tail_tokens(part.lengths, part.split)
     row_of = gathered_rows(part)
     first = part.cu_seqlens[:-1]
     both = (heads + tails)[part.member]
@@ -103,7 +106,7 @@ def gather_blocks(
     if not is_causal:
         block = _block(q_starts, both, first, part.lengths, False)
         return (block._replace(kv_rows=row_of[block.kv_rows]),)
-    chunks = chunk_starts(part.lengths, part.ring_degree)
+    chunks = chunk_starts(part.lengths, part.split)
     blocks = []
     for place, starts, lengths in (
         (part.member, q_starts, heads[part.member]),
@@ -122,7 +125,7 @@ def gathered_rows(part: NodeSlice) -> IntArray:
 
     Tokens count sample by sample, each in its own order.
     """
-    chunks = chunk_starts(part.lengths, part.ring_degree) + part.cu_seqlens[:-1]
+    chunks = chunk_starts(part.lengths, part.split) + part.cu_seqlens[:-1]
     rows = np.empty(int(part.cu_seqlens[-1]), dtype=np.int64)
     start = 0
     for member in range(part.ring_degree):
@@ -133,3 +136,18 @@ def gathered_rows(part: NodeSlice) -> IntArray:
         rows[tokens] = np.arange(start, start + len(tokens))
         start += len(tokens)
     return rows
+
+
+def filled_rows(part: NodeSlice) -> IntArray:
+    """`[own tokens]` row of each of this member's tokens where all chunks are filled up."""
+    heads, tails = head_and_tail_tokens(part.lengths, part.split)
+    chunks = chunk_tokens(part.lengths, part.ring_degree)
+    starts = 2 * (np.cumsum(chunks) - chunks)
+    halves = np.stack([starts, starts + chunks], axis=1)
+    return _runs(halves.reshape(-1), np.stack([heads, tails], axis=2)[part.member].reshape(-1))
+
+
+def filled_bounds(part: NodeSlice) -> IntArray:
+    """`[num_samples + 1]` where each sample starts in the node's filled-up samples, and the end."""
+    chunks = chunk_tokens(part.lengths, part.ring_degree)
+    return np.concatenate([[0], np.cumsum(2 * part.ring_degree * chunks)])

@@ -17,7 +17,17 @@ that brings the next keys and a compute phase; in backward each round after the 
 gradients (R) to where its keys came from, and the epilogue waits for what others return:
 
     forward    P0.0 P0.1 C0.0 P0.2 C0.1 P1 C0.2 E0 C1 E1
-    backward   P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1 C0.2 R0.2 C1 E0 E1
+    backward   P0.0 P0.1 C0.0 P0.2 C0.1 R0.1 P1 C0.2 R0.2 E0 C1 E1
+
+That wait could hide under C1. But then members would meet once more after C1, which takes some of
+them much longer than others, and those that are done would wait in every layer.
+
+A node that Transformer Engine runs itself is one native step (N), which computes and communicates
+and of which we see neither start nor end of an exchange. A rank has one exchange in flight at a
+time, so nothing of ours may be on its way then: what was issued before is waited for first, and the
+next prologue is issued behind it.
+
+    node 1 is native    P0 C0 E0 N1 P2 P3 C2 E2 C3 E3
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +52,7 @@ class Phase(Enum):
     COMPUTE = "compute"
     RETURN = "return"
     EPILOGUE = "epilogue"
+    NATIVE = "native"
 
 
 class Queue(Enum):
@@ -61,12 +72,15 @@ class Step(NamedTuple):
 
     @property
     def queue(self) -> Queue:
-        """The queue that runs the phase."""
-        return Queue.COMPUTE if self.phase is Phase.COMPUTE else Queue.COMMUNICATION
+        """The queue that runs the phase; a native one has the communication queue empty."""
+        is_compute = self.phase in (Phase.COMPUTE, Phase.NATIVE)
+        return Queue.COMPUTE if is_compute else Queue.COMMUNICATION
 
 
 def num_rounds(split: Split) -> int:
     """Compute phases of a node: one for each ring member, two where keys are gathered at once."""
+    if split.is_native:
+        return 1
     if split.outer == "gather":
         return min(split.ring_degree, 2)
     return split.ring_degree
@@ -87,44 +101,44 @@ def build_schedule(
         overlap: stream the phases of consecutive nodes; otherwise finish a node before the next.
         splits: how nodes divide attention; a node that is not there: Ulysses.
     """
-    rounds = [(node, r) for node in path for r in range(_rounds(node, splits))]
+    rounds = [(node, r) for node in path for r in range(num_rounds(_split(node, splits)))]
     steps: list[Step] = []
-    waiting: list[Step] = []  # epilogues that first need what other members return
-    if overlap and rounds:
-        steps.append(Step(pass_, rounds[0][0], Phase.PROLOGUE))
+    num_issued = 0  # rounds whose prologue is in the list
     for place, (node, number) in enumerate(rounds):
-        is_last = number == _rounds(node, splits) - 1
-        if not overlap:
-            steps.append(Step(pass_, node, Phase.PROLOGUE, number))
-        elif place + 1 < len(rounds):
-            following, its_number = rounds[place + 1]
+        if _split(node, splits).is_native:
+            steps.append(Step(pass_, node, Phase.NATIVE))
+            num_issued = place + 1
+            continue
+        for following, its_number in rounds[num_issued : place + (2 if overlap else 1)]:
+            if _split(following, splits).is_native:
+                break
             steps.append(Step(pass_, following, Phase.PROLOGUE, its_number))
+            num_issued += 1
         steps.append(Step(pass_, node, Phase.COMPUTE, number))
         if pass_ is Pass.BWD and number:
             steps.append(Step(pass_, node, Phase.RETURN, number))
-        steps += waiting
-        waiting = [Step(pass_, node, Phase.EPILOGUE)] if is_last else []
-        if not (overlap and pass_ is Pass.BWD and number):
-            steps += waiting
-            waiting = []
-    return (*steps, *waiting)
+        if number == num_rounds(_split(node, splits)) - 1:
+            steps.append(Step(pass_, node, Phase.EPILOGUE))
+    return tuple(steps)
 
 
-def _rounds(node: Node, splits: Mapping[Node, Split] | None) -> int:
-    return num_rounds(splits.get(node, ULYSSES) if splits else ULYSSES)
+def _split(node: Node, splits: Mapping[Node, Split] | None) -> Split:
+    return splits.get(node, ULYSSES) if splits else ULYSSES
 
 
 def communicates(step: Step, degree: int, split: Split = ULYSSES) -> bool:
     """Whether a step puts a collective on the network.
 
     First prologues and epilogues are among the ranks of a ring member, the rest between members; an
-    exchange of a rank with itself alone sends nothing.
+    exchange of a rank with itself alone sends nothing. A native step counts as one collective.
 
     Args:
         step: the step.
         degree: ranks of its node.
         split: how they divide attention.
     """
+    if step.phase is Phase.NATIVE:
+        return degree > 1
     if step.queue is Queue.COMPUTE:
         return False
     is_inside = step.phase is Phase.EPILOGUE or step.round == 0

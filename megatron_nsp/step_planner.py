@@ -10,14 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_nsp.order import ALL_ROOT_FIRST, NodeOrders
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.sampler import Batch, BatchSampler
 
 PlanLengths = Callable[[IntArray], tuple[Plan, PlanScore]]
 PlanBatch = Callable[[Batch], tuple[Plan, PlanScore]]
+MarkSaved = Callable[[Plan], SavedSamples]
+OrderNodes = Callable[[Plan], NodeOrders]
 
 
 def plan_carried_first(batch: Batch, plan_lengths: PlanLengths) -> tuple[Plan, PlanScore]:
@@ -52,6 +56,8 @@ class PlannedStep:
         score: what the cost model says about the plan.
         plan_ms: time it took to draw and plan, in the background or not.
         waited_ms: part of that time the training loop waited for.
+        saved: samples whose attention output is kept where layers are recomputed.
+        orders: in which order each tree runs its nodes.
     """
 
     number: int
@@ -60,6 +66,8 @@ class PlannedStep:
     score: PlanScore
     plan_ms: float
     waited_ms: float = 0.0
+    saved: SavedSamples = NOTHING_SAVED
+    orders: NodeOrders = ALL_ROOT_FIRST
 
     @property
     def num_samples(self) -> int:
@@ -78,9 +86,11 @@ class PlannedStep:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over step number, documents and plan: equal on ranks that agree on the step."""
-        state = hashlib.sha256(f"{self.number} {self.plan.digest} ".encode())
+        """SHA-256 over all that ranks must agree on: number, documents, plan, marks and orders."""
+        marks = sorted(self.saved.num_saved.items())
+        state = hashlib.sha256(f"{self.number} {self.plan.digest} {marks} ".encode())
         state.update(self.batch.documents.astype("<i8").tobytes())
+        state.update(self.orders.text.encode())
         return state.hexdigest()
 
 
@@ -93,6 +103,8 @@ class StepPlanner:
         plan_ahead: steps kept planned ahead; 0 plans in the caller's thread.
         can_carry: whether a plan may carry samples over; without it skipped steps are not planned.
         first_step: steps to skip, for a run that resumes.
+        mark_saved: marks what a plan saves; a pure function.
+        order_nodes: chooses the order of nodes; a pure function. Root first without it.
     """
 
     def __init__(
@@ -102,9 +114,13 @@ class StepPlanner:
         plan_ahead: int,
         can_carry: bool,
         first_step: int = 0,
+        mark_saved: MarkSaved = lambda plan: NOTHING_SAVED,
+        order_nodes: OrderNodes = lambda plan: ALL_ROOT_FIRST,
     ) -> None:
         """Skips to `first_step`; planning starts with the first call of `next_step`."""
+        self._mark_saved = mark_saved
         self._sampler, self._plan_batch, self._plan_ahead = sampler, plan_batch, plan_ahead
+        self._order_nodes = order_nodes
         self._number = 0
         self._ahead: deque[Future[PlannedStep]] = deque()
         self._thread = ThreadPoolExecutor(1, "nsp-planner") if plan_ahead else None
@@ -125,7 +141,7 @@ class StepPlanner:
             step = self._ahead.popleft().result()
             self._ahead.append(self._thread.submit(self._plan))
         waited_ms = (time.perf_counter() - started) * 1e3
-        return PlannedStep(step.number, step.batch, step.plan, step.score, step.plan_ms, waited_ms)
+        return replace(step, waited_ms=waited_ms)
 
     def close(self) -> None:
         """Stops planning ahead."""
@@ -137,5 +153,8 @@ class StepPlanner:
         batch = self._sampler.draw()
         plan, score = self._plan_batch(batch)
         self._sampler.carry(batch.documents[plan.carried])
+        orders = self._order_nodes(plan)
         number, self._number = self._number, self._number + 1
-        return PlannedStep(number, batch, plan, score, (time.perf_counter() - started) * 1e3)
+        saved = self._mark_saved(plan)
+        plan_ms = (time.perf_counter() - started) * 1e3
+        return PlannedStep(number, batch, plan, score, plan_ms, saved=saved, orders=orders)

@@ -50,6 +50,7 @@ def sent_elements(
         is_causal: whether the mask is causal.
         num_saved: samples at the head of the stream whose output was kept; counts in backward.
     """
+    assert step.phase is not Phase.NATIVE, "what Transformer Engine sends is not predicted"
     own_q = heads.num_heads // part.ulysses_degree
     own_kv = max(heads.num_kv_heads // part.ulysses_degree, 1)
     kv_width = own_kv * (heads.head_dim + heads.value_dim)

@@ -51,7 +51,7 @@ def cost_model() -> CostModel:
         vocab_size=setting("--vocab-size"),
     )
     shape = model.shape(bytes_per_element=FLOAT32_BYTES)
-    tree = build_tree(NSPConfig(), NUM_RANKS, heads, kv_heads)
+    tree = build_tree(NSPConfig(backend="ulysses"), NUM_RANKS, heads, kv_heads)
     return CostModel(load_profile("cpu-gloo"), shape, tree)
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nsp.backends.blocks import Rounds
-from megatron_nsp.kernels.base import AttentionKernel, AttentionMask
+from megatron_nsp.backends.blocks import Filled, Rounds
+from megatron_nsp.kernels.base import AttentionKernel, AttentionMask, NativeAttention
 from megatron_nsp.layout import NodeSlice
 
 
@@ -41,11 +41,13 @@ class NodeCall:
 
     Attributes:
         part: this rank's slice of the node.
-        rounds: what its ring member computes in each round.
+        rounds: what its ring member computes in each round; none in a native node.
         group: the node's group.
         kernel: attention kernel.
         mask: mask and scale.
         sink_H: attention sinks of all query heads, if the layer has some.
+        filled: how a native node's samples are filled up.
+        native: what runs native nodes, if the run has it.
     """
 
     part: NodeSlice
@@ -54,6 +56,8 @@ class NodeCall:
     kernel: AttentionKernel
     mask: AttentionMask
     sink_H: Tensor | None = None
+    filled: Filled | None = None
+    native: NativeAttention | None = None
 
 
 class NodePass(Protocol):

@@ -13,7 +13,13 @@ from torch import Tensor
 from megatron_nsp.kernels.base import AttentionMask, SampleBounds
 from megatron_nsp.layout import NodeSlice
 from megatron_nsp.plan import IntArray
-from megatron_nsp.ring_rows import BlockRows, gather_blocks, ring_block
+from megatron_nsp.ring_rows import (
+    BlockRows,
+    filled_bounds,
+    filled_rows,
+    gather_blocks,
+    ring_block,
+)
 from megatron_nsp.split import Split
 
 
@@ -92,9 +98,37 @@ class Block:
 Rounds = tuple[tuple[Block, ...], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """A native node's samples where all chunks are filled up to the same length.
+
+    Attributes:
+        rows: where this rank's tokens are among its filled-up rows.
+        num_rows: how many these are.
+        samples: bounds of the whole samples, filled up.
+    """
+
+    rows: Rows
+    num_rows: int
+    samples: SampleBounds
+
+    @classmethod
+    def of(cls, part: NodeSlice) -> "Filled":
+        """Of this rank's slice of a native node."""
+        bounds = filled_bounds(part)
+        num_rows = int(bounds[-1]) // part.ring_degree
+        return cls(Rows.of(filled_rows(part), num_rows), num_rows, SampleBounds(bounds))
+
+    def fill(self, x: Tensor) -> Tensor:
+        """`[num_rows, ...]` the rank's rows of `x` in their places, zeros elsewhere; a copy."""
+        filled = x.new_zeros(self.num_rows, *x.shape[1:])
+        self.rows.put(filled, x)
+        return filled
+
+
 def split_for(split: Split, mask: AttentionMask) -> Split:
     """How a node divides attention under a mask: sliding windows need their keys gathered."""
-    if split.ring_degree > 1 and mask.window_left is not None:
+    if split.ring_degree > 1 and not split.is_native and mask.window_left is not None:
         return Split(split.ring_degree, "gather")
     return split
 

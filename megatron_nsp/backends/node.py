@@ -63,7 +63,7 @@ def _own_sinks(call: NodeCall) -> Tensor | None:
     return None if sink_H is None else sink_H[own_heads(call.part, len(sink_H))]
 
 
-class _Merged:
+class Merged:
     """Output and LSE of queries whose keys come in parts."""
 
     def __init__(self, q_ShD: Tensor, value_dim: int) -> None:
@@ -100,7 +100,7 @@ class NodeForward:
         self._out_THV = out_THV
         self._keys: KeyExchange | None = None
         self._held: dict[int, KeysValues] = {}
-        self._merged: _Merged | None = None
+        self._merged: Merged | None = None
 
     def prologue(self, number: int) -> Exchange:
         """See `NodePass.prologue`."""
@@ -122,7 +122,7 @@ class NodeForward:
         self._held[0] = self._own = (own[0], own[1])
         self._keys = _key_exchange(self.call, *self._own)
         if self._keys is not None:
-            self._merged = _Merged(self._q_ShD, own[1].shape[2])
+            self._merged = Merged(self._q_ShD, own[1].shape[2])
 
     def compute(self, number: int) -> None:
         """See `NodePass.compute`."""

@@ -91,6 +91,7 @@ def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
             "backend": cost.backend,
             "recompute": cost.recompute,
             "save_tokens": cost.save_tokens,
+            "overlap": cost.overlap,
             "bwd_attention_factor": BWD_ATTENTION_FACTOR,
             "bwd_dense_factor": BWD_DENSE_FACTOR,
             "model": asdict(cost.shape),
@@ -140,6 +141,8 @@ def render(result: PlanResult, cost: CostModel, batch: Batch) -> str:
 def _node_rows(plan: Plan, micro_batch: int) -> list[str]:
     """One row an active node; leaves share a row when there are many."""
     rows = [f"{'node':>8} {'degree':>7} {'samples':>8} {'tokens':>12}  longest"]
+    is_plain = all(key[0] != micro_batch for key in plan.splits)
+    rows[0] += "" if is_plain else f"{'backend':>13}"
     nodes = plan.active_nodes(micro_batch)
     leaves = [node for node in nodes if plan.tree.degree(node) == 1]
     share_row = len(nodes) > _MOST_NODE_ROWS and len(leaves) > 1
@@ -149,7 +152,8 @@ def _node_rows(plan: Plan, micro_batch: int) -> list[str]:
         lengths = plan.lengths[plan.samples_of(node, micro_batch)]
         rows.append(
             f"{plan.tree.label(node):>8} {plan.tree.degree(node):>7} {len(lengths):>8,} "
-            f"{int(lengths.sum()):>12,}  {int(lengths.max()):,}"
+            f"{int(lengths.sum()):>12,}  {int(lengths.max()):<7,}".rstrip()
+            + ("" if is_plain else f" {plan.backend_of(node, micro_batch):>12}")
         )
     if share_row:
         held = [plan.lengths[plan.samples_of(node, micro_batch)] for node in leaves]

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron_nsp.config import NSPConfig, Range, build_tree
+from megatron_nsp.config import BACKENDS, NSPConfig, Range, build_tree
 from megatron_nsp.planner import (
     MODELS,
     CostModel,
@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-degree", type=int, help="largest degree of the chain 1, 2, 4, ...")
     parser.add_argument("--degrees", metavar="1,3,6", help="the whole chain of degrees instead")
     parser.add_argument(
+        "--backend",
+        default="auto",
+        choices=BACKENDS,
+        help="how ranks of a node divide attention; auto: the fastest way (%(default)s)",
+    )
+    parser.add_argument(
         "--batch-tokens",
         type=tokens,
         help="draw whole samples until this many tokens; without it the whole list is one batch",
@@ -112,7 +118,12 @@ def cost_model(args: argparse.Namespace) -> CostModel:
     profile = load_profile(args.profile)
     shape = _shape(args)
     tree = _tree(args, shape, profile)
-    return CostModel(profile, shape, tree, recompute=_RECOMPUTED[args.recompute])
+    if profile.fitted is not None and args.backend not in ("auto", "ulysses"):
+        raise ValueError(
+            f"--backend must be auto or ulysses with --profile {profile.name}, which holds the "
+            f"times of one model with Ulysses, got {args.backend}"
+        )
+    return CostModel(profile, shape, tree, args.backend, _RECOMPUTED[args.recompute])
 
 
 def budget(args: argparse.Namespace, profile: Profile) -> int | None:
@@ -175,7 +186,7 @@ def _tree(args: argparse.Namespace, shape: ModelShape, profile: Profile) -> SPTr
             degrees = tuple(int(word) for word in args.degrees.split(","))
         except ValueError as error:
             raise ValueError(f"--degrees takes whole numbers, got {args.degrees}") from error
-    config = NSPConfig(max_degree=args.max_degree, degrees=degrees)
+    config = NSPConfig(max_degree=args.max_degree, degrees=degrees, backend=args.backend)
     heads = (shape.num_heads, shape.num_kv_heads) if profile.fitted is None else (None, None)
     try:
         config.validate()

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from megatron_nsp.plan import IntArray
 from megatron_nsp.planner import known_model, policy_names
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.lengths import LengthTable, draw_batch, load_lengths
+from megatron_nsp.planner.saving import aware_of_saving, kept_output
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.simulator.ablation import FULL, ablate, kept_whole
 from megatron_nsp.simulator.compare import (
     Comparison,
     Setting,
     Trial,
-    aware_of_saving,
     compare,
     run_trials,
 )
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     check_ranges(args, setting.RANGES | _RANGES)
     if args.plot and not (args.plot.endswith(".png") and Path(args.plot).parent.is_dir()):
         raise ValueError(f"--plot takes a .png in a folder that exists, got {args.plot}")
-    cost = setting.cost_model(args)
+    cost = replace(setting.cost_model(args), overlap=not args.no_overlap)
     batches = draw_batches(args)
     policies = chosen_policies(args.policies, cost)
     rules = _setting(args, cost, batches)
@@ -161,7 +162,7 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
     longest = max((int(lengths.max(initial=1)) for lengths in batches), default=1)
     save_bytes = args.save_gb * 1e9
     return Setting(
-        cost=aware_of_saving(cost, save_bytes),
+        cost=aware_of_saving(cost, save_bytes, kept_output(cost.shape)),
         token_budget=setting.budget(args, cost.profile),
         num_micro_batches=args.micro_batches,
         longest=max(args.max_len or 1, longest),

@@ -3,9 +3,11 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 
-from megatron_nsp.config import check_ranges, is_admissible
+from megatron_nsp.config import BACKENDS, check_ranges, is_admissible
 from megatron_nsp.plan import Plan
+from megatron_nsp.split import NATIVE, ULYSSES, Split
 from megatron_nsp.tree import SPTree
 
 
@@ -24,6 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, required=True, help="query heads")
     parser.add_argument("--kv-heads", type=int, help="key/value heads; default: as many")
     parser.add_argument("--head-dim", type=int, default=64, help="elements of a head")
+    parser.add_argument("--value-dim", type=int, help="elements of a value; default: as of a head")
+    parser.add_argument(
+        "--backend",
+        default="ulysses",
+        choices=[name for name in BACKENDS[1:] if name not in NATIVE],
+        help="how the ranks of every node above degree 1 divide attention (%(default)s)",
+    )
+    parser.add_argument(
+        "--ring-degree",
+        type=int,
+        help="ring members of such a node, at most its degree, for usp and gather; default: as few "
+        "as heads allow, but 2 at least",
+    )
+    parser.add_argument("--full-mask", action="store_true", help="no causal mask")
+    parser.add_argument("--window", type=int, help="most tokens before itself that a token sees")
+    parser.add_argument("--sinks", action="store_true", help="an attention sink in every head")
     parser.add_argument("--dtype", default="float64", choices=("float64", "float32", "bfloat16"))
     parser.add_argument("--no-overlap", action="store_true", help="finish a node before the next")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
@@ -39,6 +57,9 @@ _RANGES = {
     "heads": (1, 4096),
     "kv_heads": (1, 4096),
     "head_dim": (1, 4096),
+    "value_dim": (1, 4096),
+    "ring_degree": (2, 64),
+    "window": (0, 2**20),
     "seed": (0, 2**63 - 1),
     "timeout": (1, 86400),
 }
@@ -80,16 +101,50 @@ def forced_plan(args: argparse.Namespace) -> Plan:
     return Plan.from_nodes(tree, lengths, nodes)
 
 
-def _check_heads(args: argparse.Namespace, plan: Plan) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
+    check_ranges(args, _RANGES)
     if args.heads % args.kv_heads:
         raise ValueError(f"--heads {args.heads} is no multiple of --kv-heads {args.kv_heads}")
+    if args.ring_degree is not None and args.backend not in ("usp", "gather"):
+        raise ValueError(f"--ring-degree {args.ring_degree} needs --backend usp or gather")
+    if args.window is not None and args.full_mask:
+        raise ValueError(f"--window {args.window} is for causal masks, not for --full-mask")
+
+
+def split_nodes(plan: Plan, args: argparse.Namespace) -> Plan:
+    """The plan with every node above degree 1 split as the flags say.
+
+    Raises:
+        ValueError: a node cannot be split so, or its heads do not divide.
+    """
+    splits = {}
     for node in plan.active_nodes():
         degree = plan.tree.degree(node)
-        if not is_admissible(degree, args.heads, args.kv_heads):
-            raise ValueError(
-                f"degree {degree} cannot split --heads {args.heads} and --kv-heads "
-                f"{args.kv_heads} evenly"
-            )
+        if degree > 1:
+            split = _split(degree, args)
+            split.validate(degree)
+            splits[0, node] = split
+    plan = replace(plan, splits=splits)
+    try:
+        plan.check_heads(args.heads, args.kv_heads)
+    except ValueError as error:
+        raise ValueError(f"--heads and --kv-heads: {error}") from error
+    return plan
+
+
+def _split(degree: int, args: argparse.Namespace) -> Split:
+    if args.backend == "ulysses":
+        return ULYSSES
+    if args.backend == "ring":
+        return Split(degree)
+    outer = "gather" if args.backend == "gather" else "ring"
+    if args.ring_degree is not None:
+        return Split(min(args.ring_degree, degree), outer)
+    return next(
+        Split(members, outer)
+        for members in range(2, degree + 1)
+        if degree % members == 0 and is_admissible(degree // members, args.heads, args.kv_heads)
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,9 +155,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.kv_heads is None:
         args.kv_heads = args.heads
-    check_ranges(args, _RANGES)
-    plan = forced_plan(args)
-    _check_heads(args, plan)
+    _check_flags(args)
+    plan = split_nodes(forced_plan(args), args)
     from megatron_nsp.testing.ranks import RankError
     from megatron_nsp.testing.verify import TOLERANCE, AttentionCase, check_cases
 
@@ -114,6 +168,10 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         overlap=not args.no_overlap,
         seed=args.seed,
+        value_dim=args.value_dim,
+        is_causal=not args.full_mask,
+        window_left=args.window,
+        has_sinks=args.sinks,
     )
     try:
         result = check_cases([case], timeout_s=args.timeout)[0]

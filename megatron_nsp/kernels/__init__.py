@@ -7,17 +7,27 @@ imports a kernel package.
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megatron_nsp.kernels.base import AttentionKernel, AttentionMask, SampleBounds, require_lse
+from megatron_nsp.kernels.base import (
+    AttentionKernel,
+    AttentionMask,
+    NativeAttention,
+    SampleBounds,
+    require_lse,
+)
+from megatron_nsp.split import NATIVE
 
 __all__ = [
     "KERNELS",
     "AttentionKernel",
     "AttentionMask",
+    "NativeAttention",
     "SampleBounds",
     "choose_kernel",
+    "choose_native",
     "require_lse",
 ]
 
@@ -74,6 +84,10 @@ _CHOICES = {
     ),
 }
 
+_NATIVE_CHOICE = _Choice(
+    ("te_cp", "TeContextParallel"), "cuda", "transformer_engine.pytorch", "transformer-engine"
+)
+
 KERNELS = ("auto", *_CHOICES)
 
 # What auto takes, the first that is installed and runs on the GPU. Transformer Engine itself holds
@@ -98,15 +112,29 @@ def choose_kernel(name: str, device: torch.device) -> AttentionKernel:
         raise ValueError(f"--nsp-kernel must be one of {', '.join(KERNELS)}, got {name}")
     if name == "auto":
         name = _automatic(device)
-    choice = _CHOICES[name]
+    kernel: AttentionKernel = _load(f"--nsp-kernel {name}", _CHOICES[name], device)
+    return kernel
+
+
+def choose_native(backend: str, device: torch.device) -> NativeAttention | None:
+    """What runs the nodes that a backend leaves to Transformer Engine; None for other backends.
+
+    Raises:
+        ValueError: it does not run on `device`, or Transformer Engine is not installed.
+    """
+    if backend not in NATIVE:
+        return None
+    native: NativeAttention = _load(f"--nsp-backend {backend}", _NATIVE_CHOICE, device)
+    return native
+
+
+def _load(asked: str, choice: _Choice, device: torch.device) -> Any:
+    """What a flag asks for, or the one line that says why it cannot be had."""
     if choice.device not in (None, device.type):
-        raise ValueError(
-            f"--nsp-kernel {name} runs on {choice.device} tensors, this job's device is {device}"
-        )
+        raise ValueError(f"{asked} runs on {choice.device} tensors, this job's device is {device}")
     if not _is_installed(choice):
         raise ValueError(
-            f"--nsp-kernel {name} needs the package {choice.needs} ({choice.package}), which is "
-            "not installed"
+            f"{asked} needs the package {choice.needs} ({choice.package}), which is not installed"
         )
     capability = _capability(device)
     if capability is not None and not _runs_on(choice, capability):
@@ -114,19 +142,17 @@ def choose_kernel(name: str, device: torch.device) -> AttentionKernel:
         if choice.most < 99:
             limit += f" to {choice.most}.x"
         raise ValueError(
-            f"--nsp-kernel {name} runs on GPUs of compute capability {limit}, this one has "
+            f"{asked} runs on GPUs of compute capability {limit}, this one has "
             f"{capability[0]}.{capability[1]}"
         )
     module, class_name = choice.place
     try:
-        kernel_class = getattr(importlib.import_module(f"{__name__}.{module}"), class_name)
+        return getattr(importlib.import_module(f"{__name__}.{module}"), class_name)()
     except ImportError as error:
         raise ValueError(
-            f"--nsp-kernel {name}: the package {choice.needs} ({choice.package}) is installed but "
-            f"does not load: {str(error).splitlines()[0]}"
+            f"{asked}: the package {choice.needs} ({choice.package}) is installed but does not "
+            f"load: {str(error).splitlines()[0]}"
         ) from error
-    kernel: AttentionKernel = kernel_class()
-    return kernel
 
 
 def _automatic(device: torch.device) -> str:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nsp.plan import IntArray
@@ -161,6 +162,36 @@ class AttentionKernel(Protocol):
 
         `out_SHV` and `lse_HS` need not be what `forward` gave for these keys alone: with those of
         all keys a query sees (and of an attention sink) the gradients are this block's part.
+        """
+        ...
+
+
+class NativeAttention(Protocol):
+    """Causal attention of a node whose ranks each hold some rows of every sample.
+
+    F are the rows of a rank where all chunks are filled up (`split.py`).
+    """
+
+    def attend(
+        self,
+        q_FHD: Tensor,
+        k_FKD: Tensor,
+        v_FKV: Tensor,
+        samples: SampleBounds,
+        mask: AttentionMask,
+        group: dist.ProcessGroup,
+        method: str,
+    ) -> Tensor:
+        """Returns `out_FHV`, differentiable; a collective call for the ranks of the group.
+
+        Args:
+            q_FHD: queries of this rank's rows.
+            k_FKD: their keys.
+            v_FKV: their values.
+            samples: bounds of the whole samples, filled up.
+            mask: mask and scale.
+            group: the ranks that hold the samples.
+            method: 'p2p' or 'a2a'.
         """
         ...
 

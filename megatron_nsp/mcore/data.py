@@ -102,7 +102,13 @@ class NestedDataIterator:
 
     def _load(self, step: PlannedStep, micro_batch: int) -> MicroBatch:
         nested = NestedBatch.build(
-            step.plan, self._rank, micro_batch, self._row_multiple, self._overlap
+            step.plan,
+            self._rank,
+            micro_batch,
+            self._row_multiple,
+            self._overlap,
+            step.saved,
+            orders=step.orders.of_rank(micro_batch, step.plan.tree, self._rank),
         )
         layout, rows = nested.layout, self._read(step, nested)
         is_filler = np.arange(layout.buffer_tokens) >= layout.num_tokens

@@ -9,11 +9,18 @@ from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models.gpt import default_layer_spec
 
-from megatron_nsp.mcore.check_layers import ATTENTION_LAYERS, hybrid_layers
+from megatron_nsp.mcore.check_layers import ATTENTION_LAYERS, hybrid_layers, hybrid_stages
 from megatron_nsp.mcore.rope import use_positions
-from megatron_nsp.mcore.spec import exchange_core_attention, layer_window, nested_spec
+from megatron_nsp.mcore.spec import (
+    exchange_core_attention,
+    layer_window,
+    nested_spec,
+    output_stays,
+)
 from megatron_nsp.planner.cost import ModelShape
 from megatron_nsp.planner.models import Model
+from megatron_nsp.planner.saving import kept_output
+from megatron_nsp.recompute import KeptOutput
 
 
 def model_config(args: argparse.Namespace) -> Any:
@@ -101,18 +108,19 @@ def layer_windows(args: argparse.Namespace) -> list[int]:
 
 
 def layer_counts(args: argparse.Namespace) -> tuple[int, int, int]:
-    """Layers with attention, with an MLP and with experts; those of the largest pipeline stage.
+    """Layers with attention, with an MLP and with experts.
 
-    Megatron deals layers to stages by their number, so that stages of a hybrid model may hold
-    unequal shares of a kind; each kind is counted as if all stages had as many as the fullest.
+    Stages of a hybrid model may hold unequal shares of a kind: each kind is counted as if all
+    stages had as many as the one with most.
     """
-    pattern = hybrid_layers(args)
-    if not pattern:
+    if args.hybrid_layer_pattern is None:
         experts = args.num_layers if args.num_experts else 0
         return args.num_layers, args.num_layers - experts, experts
-    stages = args.pipeline_model_parallel_size
-    counts = (sum(pattern.count(kind) for kind in kinds) for kinds in (ATTENTION_LAYERS, "-", "E"))
-    layers, mlps, experts = (-(-count // stages) * stages for count in counts)
+    stages = hybrid_stages(args)
+    layers, mlps, experts = (
+        len(stages) * max(sum(stage.count(kind) for kind in kinds) for stage in stages)
+        for kinds in (ATTENTION_LAYERS, "-", "E")
+    )
     return layers, mlps, experts
 
 
@@ -132,14 +140,47 @@ def recomputed(args: argparse.Namespace) -> str:
 
     Layers in part (`--recompute-num-layers` below their number) count as none.
     """
-    if args.recompute_granularity == "full":
-        layers = args.num_layers // args.pipeline_model_parallel_size
-        is_whole = args.recompute_method == "uniform" or (args.recompute_num_layers or 0) >= layers
-        return "full" if is_whole else "none"
-    modules = args.recompute_modules or ["core_attn"]
-    if args.recompute_granularity == "selective" and "core_attn" in modules:
-        return "attention"
-    return "none"
+    if recomputed_layers(args) < _stage_layers(args):
+        return "none"
+    return "full" if args.recompute_granularity == "full" else "attention"
+
+
+def recomputed_layers(args: argparse.Namespace) -> int:
+    """Layers whose attention a backward pass runs again, on the pipeline stage that has most."""
+    # Megatron's validation turns the first into the second.
+    is_selective = getattr(args, "recompute_activations", False)
+    granularity = "selective" if is_selective else args.recompute_granularity
+    if granularity == "selective":
+        modules = args.recompute_modules or ["core_attn"]
+        return _stage_layers(args) if "core_attn" in modules else 0
+    if granularity == "full" and args.recompute_method == "block":
+        return min(_stage_layers(args), args.recompute_num_layers or 0)
+    return _stage_layers(args) if granularity == "full" else 0
+
+
+def _stage_layers(args: argparse.Namespace) -> int:
+    """Layers of the pipeline stage that has most."""
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    given = [layers for layers in ends if layers is not None]
+    others = args.pipeline_model_parallel_size - len(given)
+    rest = -(-(args.num_layers - sum(given)) // others) if others > 0 else 0
+    return int(max([*given, rest]))
+
+
+def kept_by(args: argparse.Namespace, shape: ModelShape) -> KeptOutput:
+    """What a rank keeps of the attention output of saved tokens.
+
+    Where attention alone is recomputed, the output projection keeps the output anyway.
+
+    Args:
+        args: validated Megatron arguments.
+        shape: the model.
+    """
+    num_layers = recomputed_layers(args)
+    if args.hybrid_layer_pattern is not None:  # not all of its layers have attention
+        num_layers = min(num_layers, shape.num_layers)
+    output = replace(kept_output(shape), num_layers=num_layers)
+    return replace(output, row_bytes=0) if output_stays(args) else output
 
 
 def model_shape(args: argparse.Namespace, bytes_per_element: int) -> ModelShape:

@@ -33,7 +33,12 @@ class NestedSeqParams(PackedSeqParams):
     def of(
         cls, nested: NestedBatch, runtime: AttentionRuntime, positions: torch.Tensor
     ) -> "NestedSeqParams":
-        """The parameters of one micro-batch."""
+        """The parameters of a forward pass of one micro-batch.
+
+        A batch that runs once more, because Megatron repeats a step or something failed midway,
+        begins without what layers kept the time before.
+        """
+        nested.kept.clear()
         longest = nested.layout.max_length
         return cls(
             qkv_format="sbhd",

@@ -24,9 +24,10 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 
 from megatron_nsp.attention import AttentionRuntime
 from megatron_nsp.executor import NodeError, build_queue
-from megatron_nsp.kernels import choose_kernel
+from megatron_nsp.kernels import choose_kernel, choose_native
 from megatron_nsp.mcore import megatron_fixes, parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
+from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.cpu import check_cpu_args, set_cpu_defaults
 from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
@@ -36,6 +37,7 @@ from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
+from megatron_nsp.mcore.step_log import ExposedStep
 from megatron_nsp.step_planner import PlannedStep
 
 REFUSAL_WAIT_S = 10.0
@@ -92,6 +94,11 @@ class Trainer:
     Args:
         args: validated Megatron arguments.
         job: what the flags ask for.
+
+    Attributes:
+        runtime: what nested attention runs with, once Megatron has asked for data.
+        step: the training step that runs.
+        last_step: exposed communication of the training step before.
     """
 
     is_distributed = True
@@ -102,6 +109,7 @@ class Trainer:
         self.args, self.job = args, job
         self.runtime: AttentionRuntime | None = None
         self.step: PlannedStep | None = None
+        self.last_step: ExposedStep | None = None
         self._iterators: list[NestedDataIterator] = []
 
     @classmethod
@@ -158,9 +166,13 @@ class Trainer:
             groups,
             choose_kernel(self.job.config.kernel, device),
             build_queue(device, self.job.config.overlap),
+            choose_native(self.job.config.backend, device),
         )
         if dist.get_rank() == 0:
             print(self.job.describe(groups, self.runtime.kernel.name), flush=True)
+            if device.type == "cuda":
+                value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+                print(*describe_connections(value, self.job.config.overlap), sep="\n", flush=True)
 
     def _iterator(self, planned: Any, on_step: Any) -> NestedDataIterator:
         planner, documents = planned
@@ -183,11 +195,20 @@ class Trainer:
         return StaticReader(documents, degree, self.job.row_multiple, group)
 
     def _start_step(self, step: PlannedStep) -> None:
+        self._end_step()
         self.step = step
-        self.job.log_step(step)
+        self.job.log_step(step, self.last_step)
 
     def _start_valid_step(self, step: PlannedStep) -> None:
+        self._end_step()
         self.step = None  # a failure now is not one of the training step's documents
+
+    def _end_step(self) -> None:
+        """Takes down what was measured in the training step that is over, if one is."""
+        assert self.runtime is not None
+        exposed_ms = self.runtime.queue.exposed.take_ms()
+        if self.step is not None:
+            self.last_step = ExposedStep(self.step.number, exposed_ms)
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """Megatron's forward step: the losses of one micro-batch and how to sum them."""
@@ -207,6 +228,12 @@ class Trainer:
             per_token_loss, loss_mask=batch.loss_mask, step_has_targets=batch.step_has_targets
         )
         return losses, loss
+
+    def end(self) -> None:
+        """Prints what was measured in the last step."""
+        if self.runtime is not None:
+            self._end_step()
+            self.job.log_end(self.last_step)
 
     def close(self) -> None:
         """Stops planning ahead."""
@@ -257,6 +284,7 @@ def main() -> None:
     config = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(config, trainer, ModelType.encoder_or_decoder, trainer.forward_step)
+        trainer.end()
     except Exception as error:
         # The other ranks wait in a collective for this one: say what happened, then end at once,
         # without the teardown of groups that would wait for them.

@@ -32,6 +32,7 @@ def draw_settings(job: Job) -> dict[str, Any]:
             "--nsp-policy": job.config.policy,
             "--global-batch-size": job.args.global_batch_size,
             "--nsp-profile": job.profile.name,
+            "--nsp-save-budget-gb": job.config.save_budget_gb,
         }
     return settings
 

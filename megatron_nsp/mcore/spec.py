@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 from torch import Tensor
 
-from megatron_nsp.attention import nested_attention
+from megatron_nsp.attention import Layer, nested_attention
 from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore.params import NestedSeqParams
 
@@ -43,6 +43,19 @@ def layer_window(config: Any, layer_number: int) -> int | None:
     if not is_layer_window_attention(window, skip, layer_number) or window[0] < 0:
         return None
     return int(window[0])
+
+
+def output_stays(config: Any) -> bool:
+    """Whether the output projection holds on to attention's output until it is recomputed.
+
+    It does where attention alone is recomputed, unless Megatron moves the projection's input to the
+    host and frees it on the device.
+
+    Args:
+        config: Megatron's transformer configuration, or its arguments, which have the same names.
+    """
+    offloaded = config.offload_modules if config.fine_grained_activation_offloading else ()
+    return config.recompute_granularity == "selective" and "attn_proj" not in offloaded
 
 
 class NestedCoreAttention(MegatronModule):
@@ -78,6 +91,8 @@ class NestedCoreAttention(MegatronModule):
         if dropout:
             raise ValueError(f"--attention-dropout must be 0, got {dropout}")
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        self.layer_number = layer_number
+        self.output_stays = output_stays(config)
         self.mask = AttentionMask(
             config.kv_channels**-0.5 if scale is None else float(scale),
             _IS_CAUSAL[attn_mask_type],
@@ -141,6 +156,7 @@ class NestedCoreAttention(MegatronModule):
             self.mask,
             packed_seq_params.runtime,
             self.softmax_offset,
+            Layer(self.layer_number, self.training, self.output_stays),
         )
         return out_THV.flatten(1).unsqueeze(1)
 

@@ -1,12 +1,36 @@
 """The line a run prints for every step, and the record of its plans."""
 
+from typing import NamedTuple
+
+from megatron_nsp.config import BACKENDS
+from megatron_nsp.recompute import NOTHING_SAVED
 from megatron_nsp.step_planner import PlannedStep
 
 
-def step_line(step: PlannedStep) -> str:
-    """One line on what a step holds and how it was planned.
+class ExposedStep(NamedTuple):
+    """For how long compute of this rank was blocked on exchanges in a finished step.
+
+    Attributes:
+        number: steps of the run before it.
+        exposed_ms: over all layers and passes, recomputation too; see `exposed.py`.
+    """
+
+    number: int
+    exposed_ms: float
+
+    def __str__(self) -> str:
+        """As the log says it."""
+        return f"exposed in step {self.number + 1}: {self.exposed_ms:.1f} ms"
+
+
+def step_line(step: PlannedStep, before: ExposedStep | None = None) -> str:
+    """One line on what a step holds and how it was planned, printed when it starts.
 
     Imbalance is the predicted time of the busiest rank over the mean rank.
+
+    Args:
+        step: the step.
+        before: what was measured in the step before it.
     """
     parts = [
         f"nsp step {step.number + 1}",
@@ -18,6 +42,11 @@ def step_line(step: PlannedStep) -> str:
         f"tokens per degree: {degree_shares(step)}",
         f"plan: {step.plan_ms:.1f} ms, waited {step.waited_ms:.1f} ms",
     ]
+    if step.plan.splits:
+        parts.append(f"nodes: {backend_counts(step)}")
+    if step.saved is not NOTHING_SAVED:
+        tokens = int(step.plan.lengths[step.saved.samples(step.plan)].sum())
+        parts.append(f"saved: {tokens} tokens, at most {step.saved.rank_bytes / 1e6:.3f} MB a rank")
     batch = step.batch
     if len(batch.over_long):
         parts.append(
@@ -28,6 +57,8 @@ def step_line(step: PlannedStep) -> str:
         parts.append(f"left out: {batch.num_empty} empty")
     if len(step.plan.carried):
         parts.append(f"carried to the next step: {len(step.plan.carried)}")
+    if before is not None:
+        parts.append(str(before))
     return " | ".join(parts)
 
 
@@ -49,6 +80,17 @@ def degree_shares(step: PlannedStep) -> str:
         if at_degree.any():
             shares.append(f"{degree}: {100 * int(plan.lengths[at_degree].sum()) / total:.0f}%")
     return ", ".join(shares) or "none"
+
+
+def backend_counts(step: PlannedStep) -> str:
+    """How many nodes above degree 1 each backend has, for example `ulysses: 3, ring: 1`."""
+    plan, counts = step.plan, dict.fromkeys(BACKENDS[1:], 0)
+    for micro_batch in range(plan.num_micro_batches):
+        for node in plan.active_nodes(micro_batch):
+            degree = plan.tree.degree(node)
+            if degree > 1:
+                counts[plan.split_of(node, micro_batch).backend(degree)] += 1
+    return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
 
 
 def _some(numbers: list[int], most: int = 3) -> str:

@@ -5,11 +5,16 @@ the same verdict, since they look at the same flags and the same index file.
 """
 
 import argparse
+from dataclasses import replace
 
 from megatron_nsp.config import NSPConfig, Range, build_tree, flag
 from megatron_nsp.input_layout import static_groups
+from megatron_nsp.kernels import AttentionKernel, require_lse
 from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_window
 from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.model import recomputed_layers
+from megatron_nsp.planner.profile import Profile
+from megatron_nsp.split import NATIVE
 from megatron_nsp.tree import SPTree
 
 
@@ -254,8 +259,12 @@ def check_lengths(
     max_length: int,
     tree: SPTree,
     data_flag: str = "--data-path",
+    is_chunked: bool = False,
 ) -> None:
     """Checks the documents of `data_flag` against the longest length and the token budget.
+
+    `is_chunked` says that nodes of the largest degree always have ring members, which hold two
+    chunks of a sample.
 
     Raises:
         ValueError: names the document, its length and the limit.
@@ -275,7 +284,8 @@ def check_lengths(
             f"{max_length} tokens"
         )
     longest = int(usable.max())
-    needed = -(-longest // tree.max_degree)
+    chunks = 2 if is_chunked else 1
+    needed = chunks * -(-longest // (chunks * tree.max_degree))
     if config.token_budget is not None and needed > config.token_budget:
         raise ValueError(
             f"{flag('token_budget')} {config.token_budget} is too small: the longest sample of "
@@ -284,12 +294,21 @@ def check_lengths(
         )
 
 
-def job_tree(args: argparse.Namespace, config: NSPConfig) -> SPTree:
+def job_tree(args: argparse.Namespace, config: NSPConfig, profile: Profile) -> SPTree:
     """The SP tree of a job's flags.
+
+    A profile that holds one model's times knows Ulysses alone, whose degrees heads limit.
 
     Raises:
         ValueError: see `config.build_tree`, `domain_size` and `heads_per_rank`.
     """
+    if profile.fitted is not None:
+        if config.backend not in ("auto", "ulysses"):
+            raise ValueError(
+                f"{flag('backend')} must be auto or ulysses with {flag('profile')} {profile.name}, "
+                f"which holds the times of one model with Ulysses, got {config.backend}"
+            )
+        config = replace(config, backend="ulysses")
     return build_tree(config, domain_size(args), *heads_per_rank(args))
 
 
@@ -305,3 +324,45 @@ def check_input_layout(config: NSPConfig, num_ranks: int) -> None:
         static_groups(num_ranks, config.static_degree)
     except ValueError as error:
         raise ValueError(f"{flag('input_layout')} {config.input_layout}: {error}") from error
+
+
+def check_native(args: argparse.Namespace, config: NSPConfig) -> None:
+    """Checks that Transformer Engine's context parallelism can do what the model asks for.
+
+    Raises:
+        ValueError: names both flags.
+    """
+    if config.backend not in NATIVE:
+        return
+    asked = f"{flag('backend')} {config.backend}"
+    if args.softmax_type != "vanilla":
+        raise ValueError(f"{asked} serves no attention sinks: --softmax-type {args.softmax_type}")
+    if config.backend == "te-p2p" and args.window_size is not None:
+        raise ValueError(f"{asked} has no sliding window: --window-size {args.window_size}")
+
+
+def check_sinks(args: argparse.Namespace, kernel: AttentionKernel) -> None:
+    """Checks that the kernel can serve the attention sinks, if there are some.
+
+    Raises:
+        ValueError: names both flags.
+    """
+    if args.softmax_type != "vanilla":
+        require_lse(kernel, f"--softmax-type {args.softmax_type}")
+
+
+def check_saving(args: argparse.Namespace, config: NSPConfig, kernel: AttentionKernel) -> None:
+    """Checks that there is something to save from being recomputed, and that it can be.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    if not config.save_budget_gb:
+        return
+    require_lse(kernel, f"{flag('save_budget_gb')} {config.save_budget_gb:g}")
+    if not recomputed_layers(args):
+        raise ValueError(
+            f"{flag('save_budget_gb')} {config.save_budget_gb:g} would do nothing: attention is "
+            "not recomputed; it needs --recompute-granularity full, or selective with core_attn "
+            "among --recompute-modules"
+        )

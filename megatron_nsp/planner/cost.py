@@ -19,169 +19,49 @@ most one token a rank, and every member of a node must predict the same.
 An active node also costs each of its ranks a latency per layer, pass and phase: three phases, or
 only the compute phase at degree 1, where nothing is exchanged.
 
+That is Ulysses. What a node costs that has ring members is in `split_cost.py`; of the transfers
+between members only what their node's compute does not hide counts, which depends on all of its
+samples together. So a search, which needs one time a sample, takes every sample to be alone in its
+node, split in the way that is best for it; a plan is scored with the splits it has.
+
 A profile may hold one model's fitted times instead (`FittedModel`); then heads and flops play no
-part.
+part and there is Ulysses alone.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_nsp.config import is_admissible
-from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.profile import ExchangeRate, FittedModel, Profile
-from megatron_nsp.planner.score import FloatArray, PlanScore, SampleTimes
-from megatron_nsp.schedule import Pass, Phase
+from megatron_nsp.config import BACKENDS
+from megatron_nsp.plan import CARRIED, IntArray, Plan
+from megatron_nsp.planner.profile import FittedModel, Profile
+from megatron_nsp.planner.score import (
+    FloatArray,
+    NodeTimes,
+    PlanScore,
+    SampleTimes,
+    node_numbers,
+)
+from megatron_nsp.planner.shape import ModelShape as ModelShape
+from megatron_nsp.planner.split_cost import BWD_ATTENTION_FACTOR as BWD_ATTENTION_FACTOR
+from megatron_nsp.planner.split_cost import SplitCost, possible_splits, priced_as
+from megatron_nsp.planner.split_cost import ulysses_sent_bytes as ulysses_sent_bytes
+from megatron_nsp.schedule import Pass
+from megatron_nsp.split import ULYSSES, Split
 from megatron_nsp.tree import SPTree
 
-RECOMPUTE = ("none", "attention", "full")
+BoolArray = npt.NDArray[np.bool_]
 
-BWD_ATTENTION_FACTOR = 2.5
-"""Backward flops of flash attention over forward: five matrix products instead of two."""
+RECOMPUTE = ("none", "attention", "full")
 
 BWD_DENSE_FACTOR = 2.0
 """Backward flops of a linear layer over forward: gradients of input and weight."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a model that its cost depends on, as one tensor-parallel rank sees them.
-
-    Attributes:
-        num_layers: transformer layers whose time adds up on a rank.
-        hidden: width of the residual stream.
-        num_heads: query heads (H).
-        num_kv_heads: key/value heads (K).
-        head_dim: elements of a head (D).
-        dense_flops_per_token: forward flops of one layer's projections and MLP for one token.
-        bytes_per_element: size of an element in an all-to-all.
-        output_flops_per_token: forward flops of the output layer for one token.
-        expert_flops_per_token: the part of `dense_flops_per_token` that experts do.
-        expert_bytes_per_token: bytes one layer sends to the experts and back for one token.
-        expert_degree: ranks of an expert-parallel group.
-        stride: GPUs from one rank of the domain to the next: the tensor-parallel size.
-        value_dim: elements of a head of values and output (V); 0 = `head_dim`.
-        num_windowed_layers: layers with a sliding window.
-        window_left: most tokens before itself that a token sees in such a layer.
-    """
-
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dense_flops_per_token: float
-    bytes_per_element: int = 2
-    output_flops_per_token: float = 0.0
-    expert_flops_per_token: float = 0.0
-    expert_bytes_per_token: float = 0.0
-    expert_degree: int = 1
-    stride: int = 1
-    value_dim: int = 0
-    num_windowed_layers: int = 0
-    window_left: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuses sizes no model has.
-
-        Raises:
-            ValueError: a size below 1, or query heads that do not divide over key/value heads.
-        """
-        if not self.value_dim:
-            object.__setattr__(self, "value_dim", self.head_dim)
-        for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_heads} query heads do not divide over {self.num_kv_heads} key/value "
-                "heads"
-            )
-
-    def square_tokens(self, tokens: FloatArray) -> FloatArray:
-        """Twice the pairs of tokens that see each other in a sample, on average over the layers.
-
-        L^2 of a causal layer. With a window a token sees W = `window_left` + 1 at most: W (2L - W).
-        """
-        if not self.num_windowed_layers:
-            return tokens * tokens
-        seen = np.minimum(tokens, self.window_left + 1.0)
-        share = self.num_windowed_layers / self.num_layers
-        return (1.0 - share) * tokens * tokens + share * seen * (2.0 * tokens - seen)
-
-    @classmethod
-    def from_hidden(
-        cls,
-        num_layers: int,
-        hidden: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bytes_per_element: int = 2,
-        ffn_hidden: int | None = None,
-    ) -> "ModelShape":
-        """A shape whose dense work is that of an ordinary layer.
-
-        Projections q, k, v and out: 2 hidden (2H + 2K) D flops a token. Gated MLP, three matrices:
-        6 hidden ffn. Without `ffn_hidden` it is 3 hidden, the (active) width of the Qwen3 family:
-        12288 for hidden 4096 (8B), 8 experts of 768 for hidden 2048 (30B-A3B).
-        """
-        ffn_hidden = 3 * hidden if ffn_hidden is None else ffn_hidden
-        projections = 2 * hidden * (2 * num_heads + 2 * num_kv_heads) * head_dim
-        return cls(
-            num_layers=num_layers,
-            hidden=hidden,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dense_flops_per_token=float(projections + 6 * hidden * ffn_hidden),
-            bytes_per_element=bytes_per_element,
-        )
-
-
-def ulysses_sent_bytes[Tokens: (int, float)](
-    pass_: Pass,
-    phase: Phase,
-    rank_tokens: Tokens,
-    stream_tokens: Tokens,
-    degree: int,
-    shape: ModelShape,
-) -> Tokens:
-    """Bytes one rank of a Ulysses node sends to the others in one phase of one layer.
-
-    Args:
-        pass_: forward or backward.
-        phase: prologue, compute or epilogue; compute sends nothing.
-        rank_tokens: tokens of the stream that the rank holds (T).
-        stream_tokens: tokens of the whole stream (S).
-        degree: ranks of the node (d).
-        shape: heads and element size.
-    """
-    own_heads = shape.num_heads // degree
-    own_kv_heads = max(shape.num_kv_heads // degree, 1)
-    out_width = own_heads * shape.value_dim
-    qkv_width = own_heads * shape.head_dim + own_kv_heads * (shape.head_dim + shape.value_dim)
-    width = {
-        (Pass.FWD, Phase.PROLOGUE): qkv_width,  # q, k and v of all heads, to where they belong
-        (Pass.FWD, Phase.EPILOGUE): out_width,  # the output of this rank's heads
-        (Pass.BWD, Phase.PROLOGUE): out_width,  # the output's gradient
-        (Pass.BWD, Phase.EPILOGUE): qkv_width,  # dq, dk and dv of this rank's heads
-    }.get((pass_, phase), 0)
-    if phase is Phase.PROLOGUE:
-        return rank_tokens * ((degree - 1) * width * shape.bytes_per_element)
-    return (stream_tokens - rank_tokens) * (width * shape.bytes_per_element)
-
-
 def _share(fitted: FittedModel, pass_: Pass) -> float:
     return fitted.fwd_share if pass_ is Pass.FWD else 1.0 - fitted.fwd_share
-
-
-SENT_BYTES: dict[str, Callable[[Pass, Phase, float, float, int, ModelShape], float]] = {
-    "ulysses": ulysses_sent_bytes
-}
-"""Bytes formulas by backend name; the executor's backends carry the same names."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +72,11 @@ class CostModel:
         profile: what the machine can do.
         shape: what the model needs.
         tree: the SP tree; its degrees are the columns of every `[n, K+1]` array, ascending.
-        backend: the SP backend whose bytes are counted.
+        backend: how nodes may be split: one of `config.BACKENDS`.
         recompute: what a backward pass runs again: 'none', 'attention' (with its exchanges), or
             'full' layers.
         save_tokens: tokens of a rank whose attention output is kept instead.
+        overlap: whether the executor streams, so that ring members' transfers hide under compute.
 
     Raises:
         ValueError: the backend or what is recomputed is unknown, or the backend cannot split the
@@ -208,6 +89,7 @@ class CostModel:
     backend: str = "ulysses"
     recompute: str = "none"
     save_tokens: int = 0
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         """Refuses trees that the backend cannot serve."""
@@ -215,30 +97,39 @@ class CostModel:
             raise ValueError(
                 f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute}"
             )
-        if self.backend not in SENT_BYTES:
-            raise ValueError(f"no SP backend {self.backend}, only {', '.join(SENT_BYTES)}")
-        for degree in self.tree.degrees if self.profile.fitted is None else ():
-            if not is_admissible(degree, self.shape.num_heads, self.shape.num_kv_heads):
+        if self.backend not in BACKENDS:
+            raise ValueError(f"no SP backend {self.backend}, only {', '.join(BACKENDS)}")
+        if self.profile.fitted is not None and self.backend not in ("auto", "ulysses"):
+            raise ValueError(
+                f"profile {self.profile.name} holds the times of one model with Ulysses, "
+                f"not with {self.backend}"
+            )
+        for degree, splits in zip(self.tree.degrees, self.splits, strict=True):
+            if not splits:
                 raise ValueError(
                     f"degree {degree} cannot split {self.shape.num_heads} query and "
                     f"{self.shape.num_kv_heads} key/value heads evenly"
                 )
 
-    @property
-    def node_latency_us(self) -> FloatArray:
-        """`[K+1]` what an active node adds to each of its ranks in one pass, all layers."""
-        each_us = [
-            sum(self.phase_latency_us(phase, degree) for phase in Phase)
+    @cached_property
+    def splits(self) -> tuple[tuple[Split, ...], ...]:
+        """`[K+1]` the ways in which nodes of each degree may be split, Ulysses first."""
+        if self.profile.fitted is not None:
+            return ((ULYSSES,),) * len(self.tree.degrees)
+        together = self.profile.ranks_together(self.shape.stride)
+        return tuple(
+            possible_splits(self.backend, degree, self.shape, together)
             for degree in self.tree.degrees
-        ]
-        return self.shape.num_layers * np.array(each_us)
+        )
 
-    def phase_latency_us(self, phase: Phase, degree: int) -> float:
-        """What one phase of an active node costs beyond its work, in one layer."""
-        if phase is Phase.COMPUTE:
-            return self.profile.latency_us
-        is_exchange = phase in (Phase.PROLOGUE, Phase.EPILOGUE)
-        return self._rate(degree).latency_us if is_exchange and degree > 1 else 0.0
+    @property
+    def is_ulysses(self) -> bool:
+        """Whether there is nothing to choose: no node may have ring members."""
+        return all(splits == (ULYSSES,) for splits in self.splits)
+
+    def of(self, degree: int, split: Split = ULYSSES) -> SplitCost:
+        """What the attention of nodes of this degree costs, split in this way."""
+        return SplitCost(self.profile, self.shape, degree, priced_as(split), self.overlap)
 
     def dense_us_per_token(self, pass_: Pass) -> float:
         """Time of one token outside attention: projections, MLPs, experts, output layer."""
@@ -261,55 +152,54 @@ class CostModel:
             each_us += shape.expert_bytes_per_token * 1e6 / rate.bytes_per_s
         return shape.num_layers * each_us
 
-    def compute_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
-        """`[n, K+1]` attention kernel time of each sample at each degree, all layers."""
-        shape, fitted = self.shape, self.profile.fitted
-        degrees = np.array(self.tree.degrees, dtype=np.float64)
+    def attention_us(
+        self,
+        how: SplitCost,
+        lengths: IntArray,
+        is_saved: BoolArray,
+        node: IntArray | None = None,
+        size: int = 0,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Attention of nodes in both passes, with what is computed again; latency left out.
+
+        Args:
+            how: degree and split of the nodes.
+            lengths: `[n]` tokens of their samples.
+            is_saved: `[n]` whether a sample's output is kept.
+            node: `[n]` the node of each sample; None = every sample is alone in one.
+            size: number of nodes.
+
+        Returns:
+            `[size]` forward and backward, or `[n]`.
+        """
+
+        def run(pass_: Pass, runs: BoolArray | None) -> FloatArray:
+            sums = how.round_us(lengths, pass_), np.asarray(lengths, dtype=np.float64)
+            if runs is not None:
+                sums = np.where(runs, sums[0], 0.0), np.where(runs, sums[1], 0.0)
+            if node is not None:
+                sums = (
+                    np.bincount(node, weights=sums[0], minlength=size),
+                    np.bincount(node, weights=sums[1], minlength=size),
+                )
+            return how.attention_us(pass_, *sums)
+
+        both = {pass_: run(pass_, None) for pass_ in Pass}
+        if self.recompute != "none":
+            again = self.recompute_pass
+            both[again] = both[again] + run(Pass.FWD, ~is_saved)
+        return both[Pass.FWD], both[Pass.BWD]
+
+    def _dense_us(self, lengths: IntArray) -> tuple[FloatArray, FloatArray]:
+        """`[n, K+1]` what each sample costs outside attention in both passes."""
+        per_token = {pass_: self.dense_us_per_token(pass_) for pass_ in Pass}
+        if self.recompute == "full":
+            per_token[self.recompute_pass] += self.dense_us_per_token(Pass.FWD)
         tokens = np.asarray(lengths, dtype=np.float64)[:, None]
-        if fitted is not None:
-            fitted_us = _share(fitted, pass_) * fitted.quadratic_us / degrees
-            return tokens * tokens * fitted_us
-        factor = 1.0 if pass_ is Pass.FWD else BWD_ATTENTION_FACTOR
-        width = shape.head_dim + shape.value_dim
-        flops_per_pair = factor * shape.num_heads * width * shape.num_layers
-        rates = self.profile.attention_flops_per_s(lengths, pass_ is Pass.FWD)[:, None]
-        return shape.square_tokens(tokens) * (flops_per_pair * 1e6 / rates / degrees)
+        degrees = np.array(self.tree.degrees)
+        return tokens * (per_token[Pass.FWD] / degrees), tokens * (per_token[Pass.BWD] / degrees)
 
-    def exchange_us_per_token(self, pass_: Pass, phase: Phase) -> FloatArray:
-        """`[K+1]` all-to-all time one token of a node's stream adds to each of its ranks."""
-        times = [0.0]
-        for degree in self.tree.degrees[1:]:
-            sent = self._sent_bytes_per_token(pass_, phase, degree)
-            times.append(sent * 1e6 / self._rate(degree).bytes_per_s)
-        return np.array(times)
-
-    def _sent_bytes_per_token(self, pass_: Pass, phase: Phase, degree: int) -> float:
-        """Bytes of all layers that one token of a node's stream adds to each of its ranks."""
-        fitted = self.profile.fitted
-        if fitted is not None:
-            is_exchange = phase in (Phase.PROLOGUE, Phase.EPILOGUE)
-            share = 0.5 * _share(fitted, pass_) if is_exchange else 0.0
-            return share * fitted.exchange_bytes_per_token / degree
-        sent_bytes = SENT_BYTES[self.backend]
-        layer_bytes = sent_bytes(pass_, phase, 1.0 / degree, 1.0, degree, self.shape)
-        return self.shape.num_layers * layer_bytes
-
-    def _rate(self, degree: int) -> ExchangeRate:
-        return self.profile.exchange_rate(self.backend, degree, self.shape.stride)
-
-    def sample_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
-        """`[n, K+1]` what each sample adds to every rank of its node: all phases and dense work."""
-        tokens = np.asarray(lengths, dtype=np.float64)[:, None]
-        dense_us_per_token = self.dense_us_per_token(pass_)
-        sample_us = self._attention_us(lengths, pass_)
-        if pass_ is self.recompute_pass and self.recompute != "none":
-            again_us = self._attention_us(lengths, Pass.FWD)
-            sample_us = sample_us + np.where(self._is_saved(lengths), 0.0, again_us)
-            if self.recompute == "full":
-                dense_us_per_token += self.dense_us_per_token(Pass.FWD)
-        return sample_us + tokens * (dense_us_per_token / np.array(self.tree.degrees))
-
-    def _is_saved(self, lengths: IntArray) -> npt.NDArray[np.bool_]:
+    def is_saved(self, lengths: IntArray) -> npt.NDArray[np.bool_]:
         """`[n, K+1]` whether a sample's attention output is expected to be kept at a degree.
 
         The longest samples of the batch that all ranks together have room for, at degrees at which
@@ -332,21 +222,86 @@ class CostModel:
         """
         return Pass.FWD if self.shape.expert_degree > 1 else Pass.BWD
 
-    def _attention_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
-        """`[n, K+1]` the three phases of attention."""
-        us_per_token = self.exchange_us_per_token(pass_, Phase.PROLOGUE)
-        us_per_token = us_per_token + self.exchange_us_per_token(pass_, Phase.EPILOGUE)
-        tokens = np.asarray(lengths, dtype=np.float64)[:, None]
-        return self.compute_us(lengths, pass_) + tokens * us_per_token
-
     def sample_times(self, lengths: IntArray) -> SampleTimes:
-        """Both passes of every sample of a batch, with the node latencies."""
+        """Both passes of every sample of a batch, alone in its node, with the node latencies.
+
+        At each degree a sample has the split that is best for it, the first of equal ones. What
+        its split has of latency beyond that of the least is added to its time.
+        """
+        return self._best_times(lengths, is_bound=False)
+
+    def bound_times(self, lengths: IntArray) -> SampleTimes:
+        """Times that no plan is below, pass by pass.
+
+        Latency apart, with all transfers between members hidden.
+        """
+        return self._best_times(lengths, is_bound=True)
+
+    def _best_times(self, lengths: IntArray, is_bound: bool) -> SampleTimes:
+        is_saved = self.is_saved(lengths)
+        fwd_us, bwd_us, latency_us = [], [], []
+        for k, degree in enumerate(self.tree.degrees):
+            ways = [
+                replace(self.of(degree, split), hides_transfers=is_bound)
+                for split in self.splits[k]
+            ]
+            latencies_us = np.array([how.latency_us for how in ways], dtype=np.float64)
+            more_us = (latencies_us - latencies_us.min()) * (not is_bound)
+            times = np.array([self.attention_us(how, lengths, is_saved[:, k]) for how in ways])
+            times += more_us[:, None, None]  # [splits, passes, n]
+            if is_bound:
+                each_us = times.min(axis=0)
+            else:
+                best = times.sum(axis=1).argmin(axis=0)
+                each_us = times[best, :, np.arange(len(best))].T
+            fwd_us.append(each_us[0])
+            bwd_us.append(each_us[1])
+            latency_us.append(float(latencies_us.min()))
+        dense_us = self._dense_us(lengths)
+        return self._times(
+            lengths,
+            np.stack(fwd_us, axis=1) + dense_us[0],
+            np.stack(bwd_us, axis=1) + dense_us[1],
+            np.array(latency_us),
+        )
+
+    def search_times(self, lengths: IntArray) -> list[SampleTimes]:
+        """The times that are worth a search of their own.
+
+        Where a plan may choose among splits, Ulysses alone at the degrees that it can serve, and
+        then every degree with its best split if that makes a difference: so that no plan is worse
+        for the choice.
+        """
+        best = self.sample_times(lengths)
+        served = tuple(
+            degree
+            for degree, splits in zip(self.tree.degrees, self.splits, strict=True)
+            if ULYSSES in splits
+        )
+        if self.backend != "auto" or self.is_ulysses:
+            return [best]
+        plain = replace(self, backend="ulysses", tree=SPTree(self.tree.num_ranks, served))
+        times = plain.sample_times(lengths)
+        if served == self.tree.degrees and all(
+            np.array_equal(one, other)
+            for one, other in (
+                (times.fwd_us, best.fwd_us),
+                (times.bwd_us, best.bwd_us),
+                (times.latency_us, best.latency_us),
+            )
+        ):
+            return [best]
+        return [times, best]
+
+    def _times(
+        self, lengths: IntArray, fwd_us: FloatArray, bwd_us: FloatArray, latency_us: FloatArray
+    ) -> SampleTimes:
         return SampleTimes(
             tree=self.tree,
             lengths=lengths,
-            fwd_us=self.sample_us(lengths, Pass.FWD),
-            bwd_us=self.sample_us(lengths, Pass.BWD),
-            latency_us=self.node_latency_us,
+            fwd_us=fwd_us,
+            bwd_us=bwd_us,
+            latency_us=latency_us,
             bias_us=self.profile.bias_us,
             expert_us=self._expert_us(lengths),
             expert_degree=self.shape.expert_degree,
@@ -363,11 +318,38 @@ class CostModel:
         return expert_us
 
     def score(self, plan: Plan) -> PlanScore:
-        """The times of a plan."""
+        """The times of a plan, its nodes split as it says."""
         assert plan.tree == self.tree, f"{plan.tree=} {self.tree=}"
-        return self.sample_times(plan.lengths).score(
-            self.tree.num_depths - 1 - plan.depth,
-            plan.index,
-            plan.micro_batch,
-            plan.num_micro_batches,
+        column = self.tree.num_depths - 1 - plan.depth
+        latency_us = np.zeros(len(self.tree.degrees))
+        times = self._times(plan.lengths, *self._dense_us(plan.lengths), latency_us)
+        return times.score(
+            column, plan.index, plan.micro_batch, plan.num_micro_batches, self._node_times(plan)
         )
+
+    def _node_times(self, plan: Plan) -> NodeTimes:
+        """Attention of every node of a plan."""
+        is_saved = self.is_saved(plan.lengths)
+        placed = np.flatnonzero(plan.micro_batch != CARRIED)
+        column = (self.tree.num_depths - 1 - plan.depth)[placed]
+        node, size = node_numbers(
+            self.tree, column, plan.index[placed], plan.micro_batch[placed], plan.num_micro_batches
+        )
+        found = list(dict.fromkeys([ULYSSES, *plan.splits.values()]))
+        which = np.zeros(size, dtype=np.int64)
+        for (micro_batch, entry), split in plan.splits.items():
+            at = np.array([self.tree.num_depths - 1 - entry.depth, entry.index, micro_batch])
+            number, _ = node_numbers(self.tree, at[:1], at[1:2], at[2:], 0)
+            which[number] = found.index(split)
+        total = NodeTimes(*(np.zeros(size) for _ in range(3)))
+        for k, degree in enumerate(self.tree.degrees):
+            for number in np.unique(which[node[column == k]]).tolist():
+                here = (column == k) & (which[node] == number)
+                rows, how = placed[here], self.of(degree, found[number])
+                fwd_us, bwd_us = self.attention_us(
+                    how, plan.lengths[rows], is_saved[rows, k], node[here], size
+                )
+                total.fwd_us[:] += fwd_us
+                total.bwd_us[:] += bwd_us
+                total.latency_us[np.unique(node[here])] = how.latency_us
+        return total

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.split import Split
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Profile:
         exchanges: by SP backend and degree, measured; goes before the two tiers above.
         memory_bytes: memory of one rank; None = unknown.
         fitted: times of one model, in place of attention and dense throughput.
+        merged_elements_per_s: elements of attention output that a rank adds a second to what it
+            has of other keys; None = unknown, taken to cost nothing.
         residuals: relative error of each fit, root of the mean square, by what was fitted.
     """
 
@@ -99,15 +102,16 @@ class Profile:
     exchanges: Mapping[str, Mapping[int, ExchangeRate]] = field(default_factory=dict, hash=False)
     memory_bytes: float | None = None
     fitted: FittedModel | None = None
+    merged_elements_per_s: float | None = None
     residuals: Mapping[str, float] = field(default_factory=dict, hash=False)
 
-    def attention_flops_per_s(self, lengths: IntArray, is_fwd: bool) -> FloatArray:
+    def attention_flops_per_s(self, lengths: IntArray | FloatArray, is_fwd: bool) -> FloatArray:
         """`[n]` kernel throughput for samples of these lengths; constant beyond the table."""
         known = sorted(self.attention)
         rates = [self.attention[length] for length in known]
         values = [rate.fwd_flops_per_s if is_fwd else rate.bwd_flops_per_s for rate in rates]
         points, table = (np.array(numbers, dtype=np.float64) for numbers in (known, values))
-        return np.interp(np.asarray(lengths, dtype=np.float64), points, table)
+        return np.asarray(np.interp(np.asarray(lengths, dtype=np.float64), points, table))
 
     def exchange_rate(self, backend: str, degree: int, stride: int = 1) -> ExchangeRate:
         """What an exchange among the ranks of a node does, the part a rank keeps left out.
@@ -125,12 +129,54 @@ class Profile:
         measured = self.exchanges.get(backend, {}).get(degree)
         if measured is not None:
             return measured
-        together = max(self.ranks_per_host // stride, 1)
-        if degree <= together and together % degree == 0:
+        beside = self._beside(degree, stride)
+        if beside == degree:
             return ExchangeRate(self.intra_bytes_per_s, self.latency_us)
-        beside = together if degree % together == 0 else 1
         rate = self.inter_bytes_per_s * degree / (degree - beside)
         return ExchangeRate(rate, self.latency_us)
+
+    def members_rate(self, split: Split, degree: int, stride: int = 1) -> ExchangeRate:
+        """What an exchange between the ring members of a node does.
+
+        A ring measured at this degree counts for any number of members, gathering for as many as
+        ranks. Otherwise the rate follows from what all ranks of the node exchange with one another:
+        inside a host every byte is as fast. Across hosts (d - h) of the d - 1 parts that a rank
+        sends leave its host; a ring lasts as long as its slowest neighbours, which are on two
+        hosts; and of R members that gather keys b are on one host:
+
+            ring     measured rate * (d - h) / (d - 1), or the rate between hosts
+            gather   (R - 1) / (R - b) times that
+
+        Args:
+            split: how the node divides attention; at least two members.
+            degree: ranks of the node.
+            stride: GPUs from one rank of the node to the next.
+        """
+        members, beside = split.ring_degree, self._beside(degree, stride)
+        measured = self.exchanges.get(split.outer, {}).get(degree)
+        if measured is not None and (split.outer == "ring" or members == degree):
+            return measured
+        whole = measured or self.exchange_rate("ulysses", degree, stride)
+        if beside == degree:
+            return whole
+        rate = self.inter_bytes_per_s
+        if measured is not None or degree in self.exchanges.get("ulysses", {}):
+            rate = whole.bytes_per_s * (degree - beside) / (degree - 1)
+        if split.outer == "gather":
+            near = self._beside(members, stride * (degree // members))
+            rate *= (members - 1) / (members - min(near, members - 1))
+        return ExchangeRate(rate, whole.latency_us)
+
+    def ranks_together(self, stride: int) -> int:
+        """Ranks of the domain on one host, `stride` GPUs from one to the next."""
+        return max(self.ranks_per_host // stride, 1)
+
+    def _beside(self, degree: int, stride: int) -> int:
+        """Ranks of a node that share a host, itself among them: all, or the least any rank has."""
+        together = self.ranks_together(stride)
+        if degree <= together and together % degree == 0:
+            return degree
+        return together if degree % together == 0 else 1
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as JSON values."""
@@ -170,6 +216,7 @@ class Profile:
 _TEXTS = {"name", "provenance", "date"}
 _OTHER = {"is_estimate", "attention", "exchanges", "fitted", "residuals"}
 _MAY_BE_ZERO = {"latency_us", "bias_us", "quadratic_us", "linear_us", "exchange_bytes_per_token"}
+_MAY_BE_UNKNOWN = {"memory_bytes", "merged_elements_per_s"}
 _MAY_BE_ZERO |= {"activation_bytes_per_token", "fwd_share"}
 
 
@@ -187,7 +234,7 @@ def _checked(place: str, data: object, cls: type) -> Mapping[str, Any]:
             raise ValueError(f"{place}{name} must be text, got {value!r}")
         if name == "is_estimate" and not isinstance(value, bool):
             raise ValueError(f"is_estimate must be true or false, got {value!r}")
-        if name not in _TEXTS | _OTHER and not (name == "memory_bytes" and value is None):
+        if name not in _TEXTS | _OTHER and not (name in _MAY_BE_UNKNOWN and value is None):
             _check_number(place + name, value, may_be_zero=name in _MAY_BE_ZERO)
     return checked
 

@@ -58,6 +58,35 @@ class PlanScore:
 
 
 @dataclass(frozen=True, eq=False)
+class NodeTimes:
+    """What nodes cost each of their ranks, `[nodes]` by micro-batch, degree and index.
+
+    Attributes:
+        fwd_us: in a forward pass.
+        bwd_us: in a backward pass.
+        latency_us: latency in one pass.
+    """
+
+    fwd_us: FloatArray
+    bwd_us: FloatArray
+    latency_us: FloatArray
+
+
+def node_numbers(
+    tree: SPTree,
+    column: IntArray,
+    index: IntArray,
+    micro_batch: IntArray,
+    num_micro_batches: int,
+) -> tuple[IntArray, int]:
+    """Numbers of nodes by micro-batch, degree and index; and how many there are."""
+    nodes_of = tree.num_ranks // np.array(tree.degrees)
+    first = np.cumsum(nodes_of) - nodes_of
+    num_nodes = int(nodes_of.sum())
+    return micro_batch * num_nodes + first[column] + index, num_micro_batches * num_nodes
+
+
+@dataclass(frozen=True, eq=False)
 class SampleTimes:
     """The cost model worked out for one batch of n samples and a chain of K + 1 degrees.
 
@@ -124,7 +153,12 @@ class SampleTimes:
         )
 
     def score(
-        self, column: IntArray, index: IntArray, micro_batch: IntArray, num_micro_batches: int
+        self,
+        column: IntArray,
+        index: IntArray,
+        micro_batch: IntArray,
+        num_micro_batches: int,
+        more: NodeTimes | None = None,
     ) -> PlanScore:
         """Scores one assignment of the samples.
 
@@ -133,23 +167,25 @@ class SampleTimes:
             index: `[n]` index of its node among those of the degree.
             micro_batch: `[n]` its micro-batch; `CARRIED` samples cost nothing.
             num_micro_batches: passes of the step, M.
+            more: what the nodes cost beside their samples.
         """
-        degrees = np.array(self.tree.degrees)
-        nodes_of = self.tree.num_ranks // degrees
-        first = np.cumsum(nodes_of) - nodes_of
-        num_nodes = int(nodes_of.sum())
+        nodes_of = self.tree.num_ranks // np.array(self.tree.degrees)
         placed = np.flatnonzero(micro_batch != CARRIED)
         column = column[placed]
-        node = micro_batch[placed] * num_nodes + first[column] + index[placed]
-        size = num_micro_batches * num_nodes
+        node, size = node_numbers(
+            self.tree, column, index[placed], micro_batch[placed], num_micro_batches
+        )
         node_latency_us = np.tile(np.repeat(self.latency_us, nodes_of), num_micro_batches)
+        node_us = [
+            np.bincount(node, weights=self.fwd_us[placed, column], minlength=size),
+            np.bincount(node, weights=self.bwd_us[placed, column], minlength=size),
+            np.where(np.bincount(node, minlength=size) > 0, node_latency_us, 0.0),
+        ]
+        if more is not None:
+            added = more.fwd_us, more.bwd_us, more.latency_us
+            node_us = [one + other for one, other in zip(node_us, added, strict=True)]
         fwd_us, bwd_us, latency_us = (
-            self._rank_sums(node_us.reshape(num_micro_batches, num_nodes))
-            for node_us in (
-                np.bincount(node, weights=self.fwd_us[placed, column], minlength=size),
-                np.bincount(node, weights=self.bwd_us[placed, column], minlength=size),
-                np.where(np.bincount(node, minlength=size) > 0, node_latency_us, 0.0),
-            )
+            self._rank_sums(each_us.reshape(num_micro_batches, -1)) for each_us in node_us
         )
         if self.expert_us is not None and self.shares_experts.any():
             rows = placed[self.shares_experts[column]]

@@ -2,21 +2,27 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_nsp.plan import CARRIED, IntArray, Plan
-from megatron_nsp.planner.bounds import lower_bound_us
+from megatron_nsp.planner.bounds import lower_bound_us, work_bound_us
+from megatron_nsp.planner.choice import with_cheapest_splits
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.passes import Assignment, Batch
 from megatron_nsp.planner.policies import BatchPolicy, Rival, policies_of, portfolio_of
-from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.planner.score import PlanScore, SampleTimes
+from megatron_nsp.split import ULYSSES
 from megatron_nsp.tree import SPTree
 
 NO_MORE: Mapping[str, BatchPolicy] = MappingProxyType({})
+
+_BUDGETS_TRIED = 4
+"""Times a batch is planned, with less and less of the token budget, to leave room for chunks."""
 
 
 @dataclass(frozen=True)
@@ -103,35 +109,176 @@ def plan_batch(
     """
     start_s = time.perf_counter()
     tokens = np.array(lengths, dtype=np.int64).reshape(-1)
-    policies = {**more_policies, **policies_of(tree)}
     token_budget = balanced_budget(tokens, tree, token_balance, token_budget)
-    _check(tokens, tree, cost, token_budget, num_micro_batches, policy, ("auto", *policies))
+    names = policy_names(tree, more_policies)
+    _check(tokens, tree, cost, token_budget, num_micro_batches, policy, names)
     order = np.argsort(-tokens, kind="stable")
-    batch = Batch(cost.sample_times(tokens[order]), token_budget)
-    others, chosen = (portfolio_of(tree), "search") if policy == "auto" else ({}, policy)
-    best = policies[chosen](batch, num_micro_batches or max(len(tokens), 1))
-    _check_progress(batch, best, chosen, policies[chosen], order)
-    passes = num_micro_batches or max(best.num_passes, 1)
-    score = best.score(batch.times, passes)
-    search_load_us = score.load_us if chosen == "search" else None
-    kept_batch = batch.take(best.placed)
-    to_beat_us = float("inf") if compares_all else score.load_us - passes * cost.profile.bias_us
-    rivals = _rivals(batch, best.placed, passes, others, to_beat_us)
-    for other, (_, other_score) in rivals.items():
-        if other_score.load_us < score.load_us:
-            chosen, (best, score) = other, rivals[other]
+    how = _Request(cost, order, token_budget, num_micro_batches, policy, compares_all)
+    outcome = _plan_within_budget(how, cost.search_times(tokens[order]), more_policies)
+    best, plan = outcome.best, outcome.best.plan
+    bound_us = outcome.bound_us
+    if compares_all or not cost.is_ulysses:
+        kept = tokens[order][plan.micro_batch[order] != CARRIED]
+        bound = lower_bound_us if compares_all else work_bound_us
+        bound_us = bound(cost.bound_times(kept), token_budget)
     report = PlanReport(
-        policy=chosen,
-        load_us=score.load_us,
-        load_no_latency_us=score.load_no_latency_us,
-        bound_us=_bound_us(kept_batch, compares_all) + passes * cost.profile.bias_us,
-        search_load_us=search_load_us,
-        policies={other: other_score.load_us for other, (_, other_score) in rivals.items()},
-        infeasible=tuple(other for other in others if other not in rivals),
+        policy=best.policy,
+        load_us=best.score.load_us,
+        load_no_latency_us=best.score.load_no_latency_us,
+        bound_us=bound_us + plan.num_micro_batches * cost.profile.bias_us,
+        search_load_us=outcome.search_load_us,
+        policies={rival.policy: rival.score.load_us for rival in outcome.rivals},
+        infeasible=outcome.infeasible,
         num_passes=best.num_passes,
         plan_ms=(time.perf_counter() - start_s) * 1e3,
     )
-    return PlanResult(best.plan(batch, order, passes), score, report)
+    return PlanResult(plan, best.score, report)
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """What is asked of `plan_batch`; `order` are the samples, longest first."""
+
+    cost: CostModel
+    order: IntArray
+    token_budget: int | None
+    num_micro_batches: int | None
+    policy: str
+    compares_all: bool
+
+    def finished(
+        self, policy: str, assignment: Assignment, times: SampleTimes, num_micro_batches: int
+    ) -> "_Finished":
+        """A placement as a plan on the whole tree, with its nodes split."""
+        cost = self.cost
+        plain = assignment.plan(Batch(times, None), self.order, num_micro_batches)
+        depths = [cost.tree.depth_of(degree) for degree in reversed(times.tree.degrees)]
+        plain = replace(
+            plain,
+            tree=cost.tree,
+            depth=np.array(depths)[plain.depth],
+            token_budget=self.token_budget,
+        )
+        plans = [plain] if cost.is_ulysses else [with_cheapest_splits(plain, cost)]
+        served = {k for k, splits in enumerate(cost.splits) if ULYSSES in splits}
+        column = cost.tree.num_depths - 1 - plain.depth
+        if plans[0].splits and served.issuperset(column.tolist()):
+            plans.insert(0, plain)  # what is cheaper for a node may still slow down a pass
+        done = [_Finished(policy, each, cost.score(each), assignment.num_passes) for each in plans]
+        return min(done, key=lambda one: one.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class _Finished:
+    """A policy's plan and its score."""
+
+    policy: str
+    plan: Plan
+    score: PlanScore
+    num_passes: int
+
+    @cached_property
+    def rank(self) -> tuple[int, int, float]:
+        """Tokens over the budget, tokens carried, time of the step: less is better."""
+        carried = int(self.plan.lengths[self.plan.carried].sum())
+        return self.plan.over_budget_tokens(), carried, self.score.load_us
+
+
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    """The best plan that some times lead to; the other attributes are those of `PlanReport`."""
+
+    best: _Finished
+    bound_us: float
+    search_load_us: float | None
+    rivals: list[_Finished]
+    infeasible: tuple[str, ...]
+
+
+def _plan_within_budget(
+    how: _Request, searches: list[SampleTimes], more_policies: Mapping[str, BatchPolicy]
+) -> _Outcome:
+    """Plans with ever smaller budgets until the plan, with its nodes split, holds the real one.
+
+    Raises:
+        ValueError: no policy places the samples, or no budget leaves room enough for chunks.
+    """
+    limit, over = how.token_budget, 0
+    longest = int(searches[0].lengths.max(initial=0))
+    for _ in range(_BUDGETS_TRIED):
+        if limit is not None:
+            limit -= over
+            if longest > limit * how.cost.tree.max_degree:
+                break
+        outcome = _best_outcome(how, searches, limit, more_policies)
+        over = outcome.best.plan.over_budget_tokens()
+        if not over:
+            return outcome
+    raise ValueError(
+        f"the chunks of ring members put {over} tokens more on a rank than the token budget of "
+        f"{how.token_budget}; the longest sample has {longest} tokens"
+    )
+
+
+def _best_outcome(
+    how: _Request,
+    searches: list[SampleTimes],
+    limit: int | None,
+    more_policies: Mapping[str, BatchPolicy],
+) -> _Outcome:
+    """The better plan of those that the times lead to, the first of equal ones."""
+    outcomes: list[_Outcome] = []
+    problem: ValueError | None = None
+    for times in searches:
+        # Other policies mean the degrees of the whole tree: its root, its two ends, ...
+        is_other = times.tree != how.cost.tree
+        if is_other and how.policy not in ("auto", "search"):
+            continue
+        if (
+            is_other
+            and limit is not None
+            and times.lengths.max(initial=0) > (limit * times.tree.max_degree)
+        ):
+            continue
+        try:
+            outcomes.append(_outcome(how, times, limit, more_policies))
+        except ValueError as error:
+            problem = error
+    if not outcomes:
+        assert problem is not None
+        raise problem
+    return min(outcomes, key=lambda outcome: outcome.best.rank)
+
+
+def _outcome(
+    how: _Request,
+    times: SampleTimes,
+    limit: int | None,
+    more_policies: Mapping[str, BatchPolicy],
+) -> _Outcome:
+    """What the policies make of a batch with these times."""
+    batch, tree = Batch(times, limit), times.tree
+    policies = {**more_policies, **policies_of(tree)}
+    others, chosen = (portfolio_of(tree), "search") if how.policy == "auto" else ({}, how.policy)
+    placed = policies[chosen](batch, how.num_micro_batches or max(len(times.lengths), 1))
+    _check_progress(batch, placed, chosen, policies[chosen], how.order)
+    passes = how.num_micro_batches or max(placed.num_passes, 1)
+    own = how.finished(chosen, placed, times, passes)
+    to_beat_us = float("inf")
+    if not how.compares_all:
+        to_beat_us = own.score.load_us - passes * how.cost.profile.bias_us
+    rivals = [
+        how.finished(name, assignment, times, passes)
+        for name, assignment in _rivals(batch, placed.placed, passes, others, to_beat_us).items()
+    ]
+    names = {rival.policy for rival in rivals}
+    return _Outcome(
+        best=min((own, *rivals), key=lambda one: one.rank),
+        bound_us=batch.take(placed.placed).problem.bound_us,
+        search_load_us=own.score.load_us if chosen == "search" else None,
+        rivals=rivals,
+        infeasible=tuple(name for name in others if name not in names),
+    )
 
 
 def balanced_budget(
@@ -152,20 +299,13 @@ def balanced_budget(
     return budget if token_budget is None else min(budget, token_budget)
 
 
-def _bound_us(batch: Batch, is_tightest: bool) -> float:
-    """The lower bound, without bias; the search's own where there is no time for the tightest."""
-    return (
-        lower_bound_us(batch.times, batch.token_budget) if is_tightest else batch.problem.bound_us
-    )
-
-
 def _rivals(
     batch: Batch,
     kept: IntArray,
     max_passes: int,
     others: Mapping[str, Rival],
     to_beat_us: float,
-) -> dict[str, tuple[Assignment, PlanScore]]:
+) -> dict[str, Assignment]:
     """What those of the other policies that place all of the kept samples make of them, by name.
 
     A policy that refuses such samples is left out as well, and one that cannot beat `to_beat_us`.
@@ -179,8 +319,7 @@ def _rivals(
         except ValueError:
             continue
         if assignment.is_complete:
-            assignment = assignment.among(kept, len(batch.lengths))
-            rivals[name] = assignment, assignment.score(batch.times, max_passes)
+            rivals[name] = assignment.among(kept, len(batch.lengths))
     return rivals
 
 

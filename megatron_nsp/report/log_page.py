@@ -10,6 +10,7 @@ _FIELDS = {
     "tokens": (r"\| tokens: (\d+)", "tokens", ""),
     "samples": (r"\| samples: (\d+)", "samples", ""),
     "waited": (r"waited ([\d.]+) ms", "waiting for plans", "ms"),
+    "exposed": (r"exposed in step \d+: ([\d.]+) ms", "exposed communication, last rank", "ms"),
 }
 _LOSS = re.compile(r"lm loss: ([-+.\dEe]+)")
 _STEP = re.compile(r"^nsp step (\d+)", re.MULTILINE)

@@ -1,17 +1,19 @@
 """The page of a plan: tree, load and tokens of the ranks, the two queues, other degrees."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
-from megatron_nsp.plan import Plan
+from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.planner import CostModel, ModelShape, Profile, plan_batch
 from megatron_nsp.report import svg
 from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.simulator.attention import Clocks, Event, run_attention
 from megatron_nsp.simulator.network import active_paths
+from megatron_nsp.simulator.order_search import choose_orders, orders_of_trees
 from megatron_nsp.tree import SPTree
 
 _LEFT, _ROW = 70, 24
@@ -53,8 +55,8 @@ def _cost_model(constants: Mapping[str, Any], tree: SPTree) -> CostModel:
     known = {entry.name for entry in fields(Profile)}
     profile = Profile.from_dict({k: v for k, v in constants.items() if k in known})
     shape = ModelShape(**constants["model"])
-    how = (constants["backend"], constants["recompute"], constants["save_tokens"])
-    return CostModel(profile, shape, tree, *how)
+    how = {name: constants[name] for name in ("backend", "recompute", "save_tokens", "overlap")}
+    return CostModel(profile, shape, tree, **how)
 
 
 def _summary(data: Mapping[str, Any], plan: Plan, cost: CostModel) -> str:
@@ -68,12 +70,24 @@ def _summary(data: Mapping[str, Any], plan: Plan, cost: CostModel) -> str:
         ("profile", f"{cost.profile.name} ({kind})"),
         ("step", f"{data['step_us'] / 1e3:,.1f} ms, by {data['policy']}"),
         ("gap to the lower bound", f"{data['gap']:.4f}"),
+        ("nodes above degree 1", _backends(plan)),
     ]
     rows += [
         (f"policy {name}", f"{load / 1e3:,.1f} ms, {load / step_us:.3f} times as long")
         for name, load in sorted(data["policies"].items(), key=lambda item: item[1])
     ]
     return svg.table(("", "predicted"), rows)
+
+
+def _backends(plan: Plan) -> str:
+    """How many nodes are split how."""
+    counts = Counter(
+        plan.backend_of(node, micro_batch)
+        for micro_batch in range(plan.num_micro_batches)
+        for node in plan.active_nodes(micro_batch)
+        if plan.tree.degree(node) > 1
+    )
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
 def _width_of_ranks(plan: Plan) -> float:
@@ -97,6 +111,7 @@ def _nodes(plan: Plan, micro_batch: int) -> str:
             if held:
                 samples = len(plan.samples_of(node, micro_batch))
                 title = f"node {tree.label(node)}: {samples} samples, {held:,} tokens"
+                title += f", {plan.backend_of(node, micro_batch)}" if degree > 1 else ""
             shade = 0.15 + 0.85 * held / degree / most if held else 0.06
             fill = svg.color(tree.degrees.index(degree)) if held else "#999"
             x, width = _LEFT + index * degree * each, degree * each - 1
@@ -107,14 +122,12 @@ def _nodes(plan: Plan, micro_batch: int) -> str:
 def _loads(plan: Plan, micro_batch: int, cost: CostModel) -> str:
     """Time of each rank, stacked by degree, in both passes."""
     tree = plan.tree
-    times = cost.sample_times(plan.lengths)
     by_degree = np.zeros((len(tree.degrees), tree.num_ranks))
-    for node in plan.active_nodes(micro_batch):
-        column, ranks = tree.degrees.index(tree.degree(node)), tree.ranks(node)
-        samples = plan.samples_of(node, micro_batch)
-        both_us = times.fwd_us[samples, column] + times.bwd_us[samples, column]
-        members = slice(ranks.start, ranks.stop)
-        by_degree[column, members] += float(both_us.sum()) + 2 * times.latency_us[column]
+    for k in range(len(tree.degrees)):
+        is_here = (plan.micro_batch == micro_batch) & (plan.depth == tree.num_depths - 1 - k)
+        alone = replace(plan, micro_batch=np.where(is_here, micro_batch, CARRIED))
+        score = cost.score(alone)
+        by_degree[k] = score.rank_load_us
     labels = [f"degree {degree}" for degree in tree.degrees]
     return _stacked(by_degree / 1e3, labels, "ms", None)
 
@@ -160,11 +173,13 @@ def _stacked(values: np.ndarray, labels: list[str], unit: str, limit: float | No
 def _queues(plan: Plan, micro_batch: int, cost: CostModel) -> str:
     """Attention of one layer, forward and then backward, on both queues of some ranks."""
     tree = plan.tree
-    paths = active_paths(plan, micro_batch, cost)
+    orders = choose_orders(plan, cost)
     zeros = np.zeros(tree.num_ranks)
     clocks = Clocks(zeros.copy(), zeros.copy())
     events: list[Event] = []
     for pass_ in Pass:
+        listed = orders_of_trees(orders, plan, micro_batch, pass_)
+        paths = active_paths(plan, micro_batch, cost, listed)
         run_attention(paths, pass_, clocks, overlap=True, events=events)
     end_us = max(float(clocks.compute_us.max()), 1e-12)
     stride = -(-tree.num_ranks // _MOST_RANKS_SHOWN)
@@ -186,7 +201,7 @@ def _event(event: Event, rank: int, row: int, end_us: float, tree: SPTree) -> It
         return
     degree = int(event.degree[rank])
     scale = (svg.WIDTH - _LEFT - 10) / end_us
-    y = row * 30 + (4 if event.phase is Phase.COMPUTE else 17)
+    y = row * 30 + (4 if event.phase in (Phase.COMPUTE, Phase.NATIVE) else 17)
     title = f"{event.pass_.value} {event.phase.value} at degree {degree}: "
     title += f"{start_us:,.0f} to {stop_us:,.0f} us"
     fill = svg.color(tree.degrees.index(degree))

@@ -4,6 +4,5 @@ Pure: plans and profiles go in, times come out. Nothing here runs a model.
 """
 
 from megatron_nsp.simulator.iteration import Breakdown, IterationSettings, simulate_plan
-from megatron_nsp.simulator.marks import SavedSamples, mark_saved
 
-__all__ = ["Breakdown", "IterationSettings", "SavedSamples", "mark_saved", "simulate_plan"]
+__all__ = ["Breakdown", "IterationSettings", "simulate_plan"]

@@ -57,6 +57,7 @@ def attention_only(cost: CostModel) -> CostModel:
         latency_us=0.0,
         bias_us=0.0,
         exchanges={},
+        merged_elements_per_s=None,
     )
     return replace(cost, profile=profile)
 

@@ -2,8 +2,8 @@
 
 Every rank has a compute queue and a communication queue. Steps run in the order of the schedule; a
 collective starts when its last member has reached it and has what it sends, and ends for all
-members at the same time. Ranks are columns of arrays, so one step of all ranks is a few array
-operations.
+members at the same time; an exchange between some ranks of a node is taken to be one of all. Ranks
+are columns of arrays, so one step of all ranks is a few array operations.
 """
 
 from dataclasses import dataclass, field
@@ -12,9 +12,8 @@ import numpy as np
 
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.score import FloatArray
-from megatron_nsp.schedule import Pass, Phase, build_schedule
+from megatron_nsp.schedule import Pass, Phase, Step
 from megatron_nsp.simulator.network import ActivePaths, BoolArray
-from megatron_nsp.tree import Node
 
 
 @dataclass(eq=False)
@@ -69,11 +68,23 @@ class Event:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class _Exchanges:
     """When an exchange of each rank started and ended, `[P]`."""
 
     started_us: FloatArray
     ended_us: FloatArray
+
+    @classmethod
+    def none(cls, num_ranks: int) -> "_Exchanges":
+        """Nothing to wait for."""
+        return cls(np.zeros(num_ranks), np.zeros(num_ranks))
+
+    def updated(self, later: "_Exchanges", is_on: BoolArray) -> "_Exchanges":
+        """With what came later on some ranks."""
+        return _Exchanges(
+            np.where(is_on, later.started_us, self.started_us),
+            np.where(is_on, later.ended_us, self.ended_us),
+        )
 
 
 def run_attention(
@@ -95,61 +106,83 @@ def run_attention(
     Returns:
         `[P]` time each compute queue was busy.
     """
-    is_on = paths.is_active
-    ready_us = clocks.compute_us  # what prologues send is there when the pass begins
+    num_ranks = len(clocks.compute_us)
     busy_us = np.zeros_like(clocks.compute_us)
-    done: dict[int, FloatArray] = {}
-    prologues: dict[int, Exchange] = {}
-    epilogues: list[tuple[int, Exchange]] = []
-    # Positions on the path stand for nodes: all ranks of a node have it at the same position.
-    path = [Node(row, 0) for row in range(paths.num_rows)]
-    for step in build_schedule(path, pass_, overlap):
+    received, returned = (
+        [_Exchanges.none(num_ranks) for _ in range(paths.num_rows)] for _ in range(2)
+    )
+    on_its_way = np.full((paths.num_rows, num_ranks), -1)  # the round whose prologue was the last
+    epilogues: list[tuple[_Exchanges, BoolArray]] = []
+    for step, is_on in paths.order(pass_, overlap):
         row = step.node.depth
-        if step.phase is Phase.PROLOGUE:
-            ran = _exchange(paths, pass_, step.phase, row, ready_us, is_on, clocks)
-            prologues[row] = ran
-        elif step.phase is Phase.COMPUTE:
-            received = prologues[row]
-            _wait_for(clocks, received, is_on[row])
-            work_us = np.where(is_on[row], paths.phase_us[pass_, step.phase][row], 0.0)
-            clocks.compute_us = clocks.compute_us + work_us
+        if step.phase is Phase.NATIVE:
+            for sent, was_on in epilogues:
+                _wait_for(clocks, sent, was_on & is_on)
+            ran, work_us = _native(paths, step, is_on, clocks)
             busy_us += work_us
-            done[row] = clocks.compute_us
-            ran = Exchange(clocks.compute_us - work_us, clocks.compute_us)
+        elif step.phase is Phase.COMPUTE:
+            _wait_for(clocks, received[row], is_on & (on_its_way[row] == step.round))
+            work_us = np.where(is_on, paths.step_us(step), 0.0)
+            ran = _Exchanges(clocks.compute_us, clocks.compute_us + work_us)
+            clocks.compute_us = ran.ended_us
+            busy_us += work_us
         else:
-            ran = _exchange(paths, pass_, step.phase, row, done[row], is_on, clocks)
-            if overlap:
-                epilogues.append((row, ran))
+            if step.phase is Phase.EPILOGUE:
+                _wait_for(clocks, returned[row], is_on)
+            elif step.phase is Phase.PROLOGUE and step.round:  # passes on what the last one brought
+                _wait_for(clocks, received[row], is_on)
+            ran = _exchange(paths, step, is_on, clocks)
+            if step.phase is Phase.PROLOGUE:
+                received[row] = received[row].updated(ran, is_on)
+                on_its_way[row] = np.where(is_on, step.round, on_its_way[row])
+            elif step.phase is Phase.RETURN:
+                returned[row] = returned[row].updated(ran, is_on)
             else:
-                _wait_for(clocks, ran, is_on[row])
+                epilogues.append((ran, is_on))
+            if not overlap:
+                _wait_for(clocks, ran, is_on)
         if events is not None:
             times = ran.started_us, ran.ended_us
-            events.append(Event(pass_, step.phase, paths.degree[row], is_on[row], *times))
-    for row, sent in epilogues:
-        _wait_for(clocks, sent, is_on[row])
+            events.append(Event(pass_, step.phase, paths.degree[row], is_on, *times))
+    for ran, is_on in epilogues:
+        _wait_for(clocks, ran, is_on)
     return busy_us
 
 
-def _exchange(
-    paths: ActivePaths,
-    pass_: Pass,
-    phase: Phase,
-    row: int,
-    ready_us: FloatArray,
-    is_on: BoolArray,
-    clocks: Clocks,
-) -> Exchange:
-    """Puts the exchanges of one row of nodes on the communication queues."""
-    communicates = is_on[row] & (paths.degree[row] > 1)
-    arrived_us = np.maximum(ready_us, clocks.communication_us)
-    started_us = np.where(communicates, paths.sync(row, arrived_us), ready_us)
-    took_us = np.where(communicates, paths.phase_us[pass_, phase][row], 0.0)
-    ended_us = started_us + took_us
+def _exchange(paths: ActivePaths, step: Step, is_on: BoolArray, clocks: Clocks) -> _Exchanges:
+    """Puts the exchanges of one row of nodes on the communication queues.
+
+    They have what they send once compute has done what was issued before, and start when all ranks
+    of the node are there, also those with which a rank exchanges nothing.
+    """
+    communicates = is_on & paths.communicates(step)
+    arrived_us = np.maximum(clocks.compute_us, clocks.communication_us)
+    latest_us = paths.sync(step.node.depth, arrived_us)
+    started_us = np.where(communicates, latest_us, clocks.compute_us)
+    ended_us = started_us + np.where(communicates, paths.step_us(step), 0.0)
     clocks.communication_us = np.where(communicates, ended_us, clocks.communication_us)
-    return Exchange(started_us, ended_us)
+    return _Exchanges(started_us, ended_us)
 
 
-def _wait_for(clocks: Clocks, exchange: Exchange, is_on: BoolArray) -> None:
+def _native(
+    paths: ActivePaths, step: Step, is_on: BoolArray, clocks: Clocks
+) -> tuple[_Exchanges, FloatArray]:
+    """Runs native nodes, once all of their ranks are there, and gives what of it is compute.
+
+    Their rings hide what they can; what does not, keeps compute waiting.
+    """
+    latest_us = paths.sync(step.node.depth, clocks.compute_us)
+    started_us = np.where(is_on, latest_us, clocks.compute_us)
+    ended_us = started_us + np.where(is_on, paths.step_us(step), 0.0)
+    work_us = np.where(is_on, paths.step_us(step._replace(phase=Phase.COMPUTE)), 0.0)
+    clocks.wait_until(started_us, started_us)
+    clocks.compute_us = clocks.compute_us + work_us
+    clocks.wait_until(ended_us, started_us)
+    clocks.communication_us = np.where(is_on, ended_us, clocks.communication_us)
+    return _Exchanges(started_us, ended_us), work_us
+
+
+def _wait_for(clocks: Clocks, exchange: _Exchanges, is_on: BoolArray) -> None:
     """Compute of the ranks that take part waits for an exchange."""
     ended_us = np.where(is_on, exchange.ended_us, clocks.compute_us)
     clocks.wait_until(ended_us, np.where(is_on, exchange.started_us, clocks.compute_us))

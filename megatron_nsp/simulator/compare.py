@@ -13,10 +13,11 @@ import numpy as np
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner import CostModel, plan_batch
 from megatron_nsp.planner.policies import BatchPolicy
+from megatron_nsp.planner.saving import kept_output
 from megatron_nsp.planner.score import FloatArray
 from megatron_nsp.planner.window import NO_MORE
+from megatron_nsp.recompute import mark_saved
 from megatron_nsp.simulator.iteration import Breakdown, IterationSettings, simulate_plan
-from megatron_nsp.simulator.marks import mark_saved, saved_bytes_per_token
 
 STATIC = "static-"
 
@@ -69,11 +70,6 @@ class Trial:
     problem: str = ""
 
 
-def aware_of_saving(cost: CostModel, save_bytes: float) -> CostModel:
-    """The cost model that plans for attention outputs of so many bytes being kept on each rank."""
-    return replace(cost, save_tokens=int(save_bytes // saved_bytes_per_token(cost.shape)))
-
-
 def planned(
     lengths: IntArray,
     policy: str,
@@ -118,7 +114,7 @@ def simulate_with_marks(plan: Plan, setting: Setting) -> Breakdown:
     """
     iteration = setting.iteration
     if setting.cost.recompute != "none" and setting.save_bytes > 0:
-        saved = mark_saved(plan, setting.cost.shape, setting.save_bytes)
+        saved = mark_saved(plan, kept_output(setting.cost.shape), setting.save_bytes)
         iteration = replace(iteration, saved=saved)
     return simulate_plan(plan, setting.cost, iteration)
 

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_nsp.order import ALL_ROOT_FIRST
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.schedule import Pass
 from megatron_nsp.simulator.attention import Clocks, run_attention
-from megatron_nsp.simulator.marks import SavedSamples
+from megatron_nsp.simulator.dense import run_dense
 from megatron_nsp.simulator.network import ActivePaths, active_paths
+from megatron_nsp.simulator.order_search import choose_orders, orders_of_trees
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,13 @@ class IterationSettings:
 
     Attributes:
         overlap: stream communication under compute.
-        saved: samples whose attention is not recomputed; None = all are.
+        saved: samples whose attention is not recomputed.
         gather_us: time in which all ranks gather one layer's parameters; 0 = not sharded.
         scatter_us: time in which they scatter its gradients.
     """
 
     overlap: bool = True
-    saved: SavedSamples | None = None
+    saved: SavedSamples = NOTHING_SAVED
     gather_us: float = 0.0
     scatter_us: float = 0.0
 
@@ -95,6 +98,7 @@ class _Run:
 
     def __init__(self, plan: Plan, cost: CostModel, settings: IterationSettings) -> None:
         self.plan, self.cost, self.settings = plan, cost, settings
+        self.orders = choose_orders(plan, cost) if settings.overlap else ALL_ROOT_FIRST
         zeros = np.zeros(plan.tree.num_ranks)
         self.clocks = Clocks(zeros.copy(), zeros.copy())
         self.attention_us, self.dense_us, self.recompute_us = (zeros.copy() for _ in range(3))
@@ -103,12 +107,12 @@ class _Run:
 
     def micro_batch(self, number: int) -> None:
         """Forward and backward of one micro-batch."""
-        paths = active_paths(self.plan, number, self.cost)
-        recomputed, saved = paths, self.settings.saved
-        if saved is not None and self.cost.recompute != "none":
-            recomputed = active_paths(saved.recomputed(self.plan), number, self.cost)
+        paths_of = {pass_: self._paths(self.plan, number, pass_) for pass_ in Pass}
+        recomputed, saved = paths_of[Pass.FWD], self.settings.saved
+        if saved.num_saved and self.cost.recompute != "none":
+            recomputed = self._paths(saved.recomputed(self.plan), number, Pass.FWD)
         layers = self.cost.shape.num_layers
-        for pass_ in Pass:
+        for pass_, paths in paths_of.items():
             gathered_us = self._start_gather()
             for layer in range(layers):
                 self._wait_for_sharding(gathered_us)
@@ -126,6 +130,10 @@ class _Run:
         self.bias_us += self.cost.profile.bias_us
         self._wait_for_sharding(self.sharding_free_us)
 
+    def _paths(self, plan: Plan, micro_batch: int, pass_: Pass) -> ActivePaths:
+        orders = orders_of_trees(self.orders, plan, micro_batch, pass_)
+        return active_paths(plan, micro_batch, self.cost, orders)
+
     def _attention(self, paths: ActivePaths, pass_: Pass) -> None:
         self.attention_us += run_attention(paths, pass_, self.clocks, self.settings.overlap)
 
@@ -133,24 +141,9 @@ class _Run:
         self.dense_us += self._run_dense(paths, pass_)
 
     def _run_dense(self, paths: ActivePaths, pass_: Pass) -> FloatArray:
-        """Dense work of one layer.
-
-        Ranks that share experts wait for one another, then do an equal part of all their tokens'
-        expert work: the router is taken to spread tokens evenly.
-        """
-        layers, group = self.cost.shape.num_layers, self.cost.shape.expert_degree
-        expert_us = self.cost.expert_us_per_token(pass_) / layers
-        own_us = self.cost.dense_us_per_token(pass_) / layers - expert_us
-        self.clocks.compute_us = self.clocks.compute_us + paths.tokens * own_us
-        together: FloatArray = paths.tokens.reshape(-1, group).mean(axis=1, dtype=np.float64)
-        if group > 1 and expert_us > 0:
-            arrived_us: FloatArray = self.clocks.compute_us.reshape(-1, group).max(axis=1)
-            together_us: FloatArray = np.repeat(arrived_us, group)
-            self.expert_wait_us += together_us - self.clocks.compute_us
-            self.clocks.compute_us = together_us
-        shared_us: FloatArray = np.repeat(together, group) * expert_us
-        self.clocks.compute_us = self.clocks.compute_us + shared_us
-        return paths.tokens * own_us + shared_us
+        busy_us, waited_us = run_dense(paths, pass_, self.clocks, self.cost)
+        self.expert_wait_us += waited_us
+        return busy_us
 
     def _recompute(self, paths: ActivePaths, recomputed: ActivePaths) -> None:
         if self.cost.recompute == "none":

@@ -1,33 +1,45 @@
-"""The active nodes of one micro-batch, laid out for the simulator: one row a place on the path.
+"""The active nodes of one micro-batch, laid out for the simulator: one row a place in the order.
 
-All ranks of a node share its ancestors, so the i-th active node on a rank's path is the i-th on the
-path of every member. Row i of the arrays below holds, for each rank, the times of the i-th active
-node on its path; ranks of one node are neighbours, so a node is a run of equal entries.
+Ranks run their active nodes in the order of their tree, row by row; a rank with fewer of them than
+others has none in the first or the last rows. Members of a node have it in the same row, and are
+neighbours, so a node is a run of equal entries of a row.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_nsp.order import ROOT_FIRST, Order, whole_order
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.score import FloatArray
-from megatron_nsp.schedule import Pass, Phase
+from megatron_nsp.planner.split_cost import SplitCost
+from megatron_nsp.schedule import Pass, Phase, Step, build_schedule
+from megatron_nsp.split import ULYSSES, Split
+from megatron_nsp.tree import Node
 
 BoolArray = npt.NDArray[np.bool_]
+
+_FIRST, _LATER = range(2)
+"""Rounds with times of their own: all after the first are alike."""
 
 
 @dataclass(frozen=True, eq=False)
 class ActivePaths:
-    """A micro-batch on P ranks whose longest active path has N nodes.
+    """A micro-batch on P ranks, in N rows.
 
     Attributes:
-        is_active: `[N, P]` whether the rank's path has an i-th active node.
+        is_active: `[N, P]` whether the rank has a node in row i.
         starts: N arrays, the first rank of each node of row i; ranks without one stand alone.
         degree: `[N, P]` degree of the node.
         node: `[N, P]` number of the node, depth by depth; -1 where there is none.
-        phase_us: per pass and phase `[N, P]` time of one layer, latency included.
+        ring_degree: `[N, P]` ring members of the node.
+        splits: P lists, each row in which the rank has a node, and how that is split.
+        phase_us: per pass, phase and first or later round `[N, P]` time of one layer, latency
+            included.
         tokens: `[P]` tokens of each rank.
     """
 
@@ -35,12 +47,15 @@ class ActivePaths:
     starts: tuple[IntArray, ...]
     degree: IntArray
     node: IntArray
-    phase_us: dict[tuple[Pass, Phase], FloatArray]
+    ring_degree: IntArray
+    splits: tuple[tuple[tuple[int, Split], ...], ...]
+    phase_us: dict[tuple[Pass, Phase, int], FloatArray]
     tokens: IntArray
+    _orders: dict[tuple[Pass, bool], list[tuple[Step, BoolArray]]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
-        """Nodes on the longest active path (N)."""
+        """Rows (N): nodes of the longest active path, more where shorter ones reach beyond it."""
         return len(self.is_active)
 
     def sync(self, row: int, times_us: FloatArray) -> FloatArray:
@@ -50,34 +65,127 @@ class ActivePaths:
         latest: FloatArray = np.repeat(np.maximum.reduceat(times_us, starts), sizes)
         return latest
 
+    def step_us(self, step: Step) -> FloatArray:
+        """`[P]` time of a step on each rank, if its node has it; the step's depth is the row."""
+        later = _LATER if step.round else _FIRST
+        step_us: FloatArray = self.phase_us[step.pass_, step.phase, later][step.node.depth]
+        return step_us
 
-def active_paths(plan: Plan, micro_batch: int, cost: CostModel) -> ActivePaths:
-    """Lays out one micro-batch of a plan, with the times the cost model predicts for one layer."""
-    tree, num_ranks = plan.tree, plan.tree.num_ranks
-    samples = np.flatnonzero(plan.micro_batch == micro_batch)
-    paths = [plan.active_path(rank, micro_batch) for rank in range(num_ranks)]
-    num_rows = max(map(len, paths), default=0)
-    number = {node: place for place, node in enumerate(tree.nodes())}
-    node = np.full((num_rows, num_ranks), -1, dtype=np.int64)
-    degree = np.ones((num_rows, num_ranks), dtype=np.int64)
-    for rank, path in enumerate(paths):
-        for row, entry in enumerate(path):
-            node[row, rank], degree[row, rank] = number[entry], tree.degree(entry)
-    first = np.cumsum([0] + [tree.num_nodes(depth) for depth in range(tree.num_depths)])
-    node_of = first[plan.depth[samples]] + plan.index[samples]
+    def communicates(self, step: Step) -> BoolArray:
+        """`[P]` whether a step of an exchange puts something on the network."""
+        row = step.node.depth
+        is_inside = step.phase is Phase.EPILOGUE or step.round == 0
+        is_among_members = step.phase is Phase.NATIVE or not is_inside
+        members = self.ring_degree[row]
+        sends: BoolArray = (members if is_among_members else self.degree[row] // members) > 1
+        return sends
+
+    def order(self, pass_: Pass, overlap: bool) -> list[tuple[Step, BoolArray]]:
+        """The steps of all ranks in an order that respects that of each rank's own schedule.
+
+        Positions on the path stand for nodes. Ranks whose nodes are split differently have
+        different schedules; a step that communicates comes when all ranks of its node are there.
+
+        Returns:
+            Steps, and `[P]` which ranks run them then.
+        """
+        if (pass_, overlap) not in self._orders:
+            self._orders[pass_, overlap] = list(self._merged(pass_, overlap))
+        return self._orders[pass_, overlap]
+
+    def _merged(self, pass_: Pass, overlap: bool) -> list[tuple[Step, BoolArray]]:
+        schedules: dict[tuple[tuple[int, Split], ...], tuple[Step, ...]] = {}
+        for splits in dict.fromkeys(self.splits):
+            split_of = {Node(row, 0): split for row, split in splits}
+            schedules[splits] = build_schedule([*split_of], pass_, overlap, split_of)
+        steps = list(dict.fromkeys(step for schedule in schedules.values() for step in schedule))
+        number = {step: place for place, step in enumerate(steps)}
+        longest = max(map(len, schedules.values()), default=0)
+        own = np.full((len(self.splits), longest + 1), len(steps))  # the end: no step
+        for rank, splits in enumerate(self.splits):
+            schedule = schedules[splits]
+            own[rank, : len(schedule)] = [number[step] for step in schedule]
+        at = np.zeros(len(own), dtype=np.int64)
+        merged: list[tuple[Step, BoolArray]] = []
+        while (current := own[np.arange(len(own)), at]).min(initial=len(steps)) < len(steps):
+            before = len(merged)
+            for place in np.unique(current[current < len(steps)]).tolist():
+                step, is_on = steps[place], current == place
+                if step.phase is not Phase.COMPUTE:
+                    waits = self.communicates(step) & ~is_on & self.is_active[step.node.depth]
+                    is_on = is_on & (self.sync(step.node.depth, waits.astype(np.float64)) == 0)
+                if is_on.any():
+                    merged.append((step, is_on))
+                    at[is_on] += 1
+            assert len(merged) > before, "the schedules lock each other up"
+        return merged
+
+
+def active_paths(
+    plan: Plan, micro_batch: int, cost: CostModel, orders: Sequence[Order] = ()
+) -> ActivePaths:
+    """Lays out one micro-batch of a plan, with the times the cost model predicts for one layer.
+
+    Args:
+        plan: the plan.
+        micro_batch: which of its passes.
+        cost: the cost model.
+        orders: in which order each tree runs its nodes; root first if there are none. C times as
+            many lay out C copies of all ranks, side by side.
+    """
+    tree = plan.tree
+    orders = orders or [ROOT_FIRST] * (tree.num_ranks // tree.max_degree)
+    num_at = [tree.num_nodes(depth) for depth in range(tree.num_depths)]
+    first, num_nodes = np.cumsum([0, *num_at]), sum(num_at)
+    number_of = {node: place for place, node in enumerate(tree.nodes())}
+    is_active, ring_of = np.zeros(num_nodes, dtype=bool), np.ones(num_nodes, dtype=np.int64)
+    split_of = [ULYSSES] * num_nodes
+    for active in plan.active_nodes(micro_batch):
+        own = number_of[active]
+        is_active[own], split_of[own] = True, plan.split_of(active, micro_batch)
+        ring_of[own] = split_of[own].ring_degree
+    listed = np.array([whole_order(order, tree.num_depths) for order in orders]).T
+    depth = np.repeat(listed, tree.max_degree, axis=1)
+    copy, rank = np.divmod(np.arange(depth.shape[1]), tree.num_ranks)
+    degree_at = np.array(tree.degrees[::-1])
+    number = first[depth] + rank // degree_at[depth]
+    place, column = np.nonzero(is_active[number])
+    row = _rows(is_active[number], depth)[place, column]
+    shape = int(row.max(initial=-1)) + 1, len(rank)
+    node = np.full(shape, -1, dtype=np.int64)
+    degree = np.ones(shape, dtype=np.int64)
+    node[row, column] = number[place, column]
+    degree[row, column] = degree_at[depth[place, column]]
+    node_us = _node_us(plan, micro_batch, cost, number_of)
     return ActivePaths(
         is_active=node >= 0,
-        starts=tuple(_run_starts(row) for row in node),
+        starts=tuple(_run_starts(np.where(line < 0, -1, line + num_nodes * copy)) for line in node),
         degree=degree,
         node=node,
-        phase_us={
-            (pass_, phase): _node_us(plan, samples, node_of, cost, pass_, phase, len(number))[node]
-            * (node >= 0)
-            for pass_ in Pass
-            for phase in Phase
-        },
-        tokens=plan.token_load(micro_batch),
+        ring_degree=np.where(node >= 0, ring_of[node], 1),
+        splits=tuple(
+            tuple((place, split_of[line[place]]) for place in np.flatnonzero(line >= 0).tolist())
+            for line in node.T
+        ),
+        phase_us={key: each_us[node] * (node >= 0) for key, each_us in node_us.items()},
+        tokens=np.tile(plan.token_load(micro_batch), len(rank) // tree.num_ranks),
     )
+
+
+def _rows(is_listed: BoolArray, depth: IntArray) -> IntArray:
+    """Row of each entry of the ranks' lists, so that members of a node have it in the same one.
+
+    Whoever shares a node shares all shallower ones too, in one unbroken run (`order.safe_orders`),
+    so counting from the shallowest active node gives members the same number.
+
+    Args:
+        is_listed: `[depths, P]` whether an entry is an active node.
+        depth: `[depths, P]` its depth.
+    """
+    place = np.cumsum(is_listed, axis=0)
+    shallowest = np.where(is_listed, depth, len(depth)).argmin(axis=0)
+    row: IntArray = place - np.take_along_axis(place, shallowest[None], axis=0)
+    return row - row[is_listed].min(initial=0)
 
 
 def _run_starts(row: IntArray) -> IntArray:
@@ -88,23 +196,46 @@ def _run_starts(row: IntArray) -> IntArray:
 
 
 def _node_us(
-    plan: Plan,
-    samples: IntArray,
-    node_of: IntArray,
-    cost: CostModel,
-    pass_: Pass,
-    phase: Phase,
-    num_nodes: int,
+    plan: Plan, micro_batch: int, cost: CostModel, number: dict[Node, int]
+) -> dict[tuple[Pass, Phase, int], FloatArray]:
+    """`[nodes]` time of each phase in one layer, latency included; 0 for what sends nothing."""
+    layers, alike = cost.shape.num_layers, defaultdict(list)
+    for node in plan.active_nodes(micro_batch):
+        alike[plan.tree.degree(node), plan.split_of(node, micro_batch)].append(node)
+    keys = [(pass_, phase, later) for pass_ in Pass for phase in Phase for later in range(2)]
+    times = {key: np.zeros(len(number)) for key in keys}
+    for (degree, split), nodes in alike.items():
+        how, samples = (
+            cost.of(degree, split),
+            [plan.samples_of(node, micro_batch) for node in nodes],
+        )
+        lengths = plan.lengths[np.concatenate(samples)]
+        of_node = np.repeat(np.arange(len(nodes)), [len(each) for each in samples])
+        tokens = np.bincount(of_node, weights=lengths)
+        where = [number[node] for node in nodes]
+        for pass_, phase, later in keys:
+            each_us = how.round_us(lengths, pass_) * how.has_call(later)
+            round_us = np.bincount(of_node, weights=each_us)
+            if split.is_native:
+                work_us = _native_us(how, pass_, phase, round_us, tokens) * (later == 0)
+                times[pass_, phase, later][where] = work_us / layers
+                continue
+            if phase is Phase.COMPUTE:
+                work_us = round_us
+            else:
+                work_us = tokens * how.exchange_us_per_token(pass_, phase, later)
+            latency_us = how.phase_latency_us(phase, later)
+            times[pass_, phase, later][where] = work_us / layers + latency_us
+    return times
+
+
+def _native_us(
+    how: SplitCost, pass_: Pass, phase: Phase, round_us: FloatArray, tokens: FloatArray
 ) -> FloatArray:
-    """`[nodes]` time of one phase in one layer, latency included; 0 for exchanges at degree 1."""
-    lengths, layers = plan.lengths[samples], cost.shape.num_layers
-    column = plan.tree.num_depths - 1 - plan.depth[samples]
+    """`[n]` time of native nodes in all layers; what of it is not compute is exposed."""
+    if phase is Phase.NATIVE:
+        return how.attention_us(pass_, round_us, tokens) + how.latency_us
     if phase is Phase.COMPUTE:
-        each_us = cost.compute_us(lengths, pass_)[np.arange(len(lengths)), column]
-    else:
-        each_us = cost.exchange_us_per_token(pass_, phase)[column] * lengths
-    total_us = np.bincount(node_of, weights=each_us / layers, minlength=num_nodes)
-    each_latency_us = [cost.phase_latency_us(phase, degree) for degree in plan.tree.degrees[::-1]]
-    num_at = [plan.tree.num_nodes(depth) for depth in range(plan.tree.num_depths)]
-    node_us: FloatArray = total_us + np.repeat(np.array(each_latency_us), num_at)
-    return node_us
+        launch_us = how.shape.num_layers * how.profile.latency_us
+        return how.num_calls * (round_us + launch_us)
+    return np.zeros_like(round_us)

@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_nsp.config import is_admissible
+from megatron_nsp.order import NodeOrders, safe_orders
 from megatron_nsp.plan import CARRIED, Plan
-from megatron_nsp.split import OUTER, Split
+from megatron_nsp.schedule import Pass
+from megatron_nsp.split import NATIVE, OUTER, Split
 from megatron_nsp.tree import SPTree
 
 CHAINS = ((1, 2, 4, 8), (1, 2, 8), (1, 4), (1, 2), (1, 8), (1,), (1, 3, 6), (1, 6))
@@ -58,6 +60,25 @@ def random_splits(rng: random.Random, plan: Plan, num_heads: int, num_kv_heads: 
         ring_degree = rng.choice(possible)
         if ring_degree > 1:
             splits[0, node] = Split(ring_degree, rng.choice(OUTER))
+    return replace(plan, splits=splits)
+
+
+def random_orders(rng: random.Random, plan: Plan) -> NodeOrders:
+    """A random safe order for each tree and pass of the first micro-batch."""
+    orders = safe_orders(sorted({node.depth for node in plan.active_nodes()}))
+    num_trees = plan.tree.num_ranks // plan.tree.max_degree
+    return NodeOrders(
+        {(0, pass_, tree): rng.choice(orders) for pass_ in Pass for tree in range(num_trees)}
+    )
+
+
+def random_native_nodes(rng: random.Random, plan: Plan, outers: tuple[str, ...] = NATIVE) -> Plan:
+    """The plan with about half of its nodes left to Transformer Engine."""
+    splits = dict(plan.splits)
+    for node in plan.active_nodes():
+        degree = plan.tree.degree(node)
+        if degree > 1 and rng.random() < 0.5:
+            splits[0, node] = Split(degree, rng.choice(outers))
     return replace(plan, splits=splits)
 
 

@@ -15,6 +15,7 @@ from megatron_nsp.executor import build_queue
 from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import AttentionMask, choose_kernel
 from megatron_nsp.layout import NodeSlice, rank_layout
+from megatron_nsp.order import ALL_ROOT_FIRST, NodeOrders
 from megatron_nsp.plan import Plan
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.schedule import Pass, build_schedule, communicates
@@ -56,6 +57,7 @@ class AttentionCase:
         has_sinks: whether every query head has an attention sink.
         saved: samples whose output is kept while the call is recomputed; None = the call is made
             once, without recomputation.
+        orders: in which order each tree runs its nodes.
     """
 
     plan: Plan
@@ -71,6 +73,7 @@ class AttentionCase:
     window_left: int | None = None
     has_sinks: bool = False
     saved: SavedSamples | None = None
+    orders: NodeOrders = ALL_ROOT_FIRST
 
     @property
     def mask(self) -> AttentionMask:
@@ -143,6 +146,7 @@ def run_case(
         row_multiple=case.row_multiple,
         overlap=case.overlap,
         saved_samples=case.saved or NOTHING_SAVED,
+        orders=case.orders.of_rank(0, case.plan.tree, rank),
     )
     layout = batch.layout
     numbers = layout.token_numbers(case.plan.lengths)

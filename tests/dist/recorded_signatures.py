@@ -150,3 +150,10 @@ TE_MODULE_FORWARD = signature(
     qkv_interleave_dim=-3 thd_attention_policies=None thd_attention_policy_dispatch='auto'
     """
 )
+# The strategy is a member of an enumeration, written here by its name.
+TE_MODULE_SET_GROUP = signature(
+    """
+    cp_group cp_global_ranks cp_stream cp_comm_type='p2p'
+    load_balancing_strategy='DUAL_CHUNK_SWAP'
+    """
+)

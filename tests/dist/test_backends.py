@@ -11,12 +11,15 @@ from itertools import product
 import pytest
 import torch
 
+from megatron_nsp.order import NodeOrders, safe_orders
 from megatron_nsp.plan import Plan
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
+from megatron_nsp.schedule import Pass
 from megatron_nsp.split import Split
 from megatron_nsp.testing.oracle import attention_oracle
 from megatron_nsp.testing.random_plans import (
     random_lengths,
+    random_orders,
     random_plan,
     random_splits,
     random_uneven_tree,
@@ -62,6 +65,7 @@ def random_cases(count: int, windows: tuple[int | None, ...] = WINDOWS) -> Itera
             window_left=rng.choice(windows) if is_causal else None,
             has_sinks=rng.random() < 0.3,
             saved=random_saved(rng, plan),
+            orders=random_orders(rng, plan),
         )
 
 
@@ -83,6 +87,13 @@ def test_500_random_plans_equal_the_oracle_and_the_predicted_traffic() -> None:
     assert max(result.max_in_flight for result in results) == 1
 
 
+def every_order(plan: Plan) -> Iterator[NodeOrders]:
+    """Each safe order, the same in all trees and passes."""
+    num_trees = plan.tree.num_ranks // plan.tree.max_degree
+    for order in safe_orders(sorted({node.depth for node in plan.active_nodes()})):
+        yield NodeOrders({(0, p, tree): order for p in Pass for tree in range(num_trees)})
+
+
 def variants(case: AttentionCase) -> list[AttentionCase]:
     """The case with everything that must not change a bit."""
     cuts = [None, NOTHING_SAVED]
@@ -94,11 +105,12 @@ def variants(case: AttentionCase) -> list[AttentionCase]:
         }
         cuts.append(SavedSamples(num_saved))
     return [
-        replace(case, saved=saved, overlap=overlap) for saved, overlap in product(cuts, (True, False))
+        *(replace(case, saved=saved, overlap=on) for saved, on in product(cuts, (True, False))),
+        *(replace(case, overlap=True, orders=orders) for orders in every_order(case.plan)),
     ]
 
 
-def test_overlap_and_saving_change_no_bit() -> None:
+def test_overlap_saving_and_the_order_of_nodes_change_no_bit() -> None:
     groups = [variants(case) for case in random_cases(40)]
     results = iter(run_cases([case for group in groups for case in group], timeout_s=240))
     for group in groups:

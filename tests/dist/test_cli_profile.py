@@ -23,9 +23,14 @@ def test_a_measured_profile_plans(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert printed.out.startswith(f"wrote {path}: measured on 4 ranks")
     profile = load_profile(str(path))
     assert profile.name == "mine" and not profile.is_estimate
-    assert sorted(profile.exchanges["ulysses"]) == [2, 4]
+    assert {name: sorted(table) for name, table in profile.exchanges.items()} == dict.fromkeys(
+        ("ulysses", "ring", "gather"), [2, 4]
+    )
+    assert profile.merged_elements_per_s is not None and profile.merged_elements_per_s > 1e5
     assert sorted(profile.attention) == [16, 64, 256]
-    assert set(profile.residuals) == {"exchange of degree 2", "exchange of degree 4"}
+    assert set(profile.residuals) == {
+        f"{name} exchange of degree {degree}" for name in profile.exchanges for degree in (2, 4)
+    }
     assert profile.bias_us > 0 and profile.latency_us > 0
     words = f"plan --lengths 900,30 --ranks 4 --heads 4 --kv-heads 2 --profile {path} --json"
     assert main(words.split()) == 0
@@ -73,3 +78,12 @@ def test_what_cannot_be_measured_is_refused(
     assert main(["profile", *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_heads_that_do_not_divide_are_measured_with_rings(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    words = f"profile {path} --ranks 2 --heads 5 --kv-heads 5 --quick"
+    assert main(words.split()) == 0
+    profile = load_profile(str(path))
+    assert set(profile.exchanges) == {"ring", "gather"}
+    assert profile.intra_bytes_per_s == profile.exchanges["ring"][2].bytes_per_s

@@ -26,6 +26,21 @@ def test_a_chain_by_name_without_overlap_as_a_table(capsys: pytest.CaptureFixtur
     assert lines[-1] == "right" and len(lines) == 1 + 4 + 1 + 6 + 1
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--heads 5 --kv-heads 5 --backend ring --sinks",
+        "--backend usp --value-dim 4 --full-mask",
+        "--heads 5 --kv-heads 5 --backend gather --window 20",
+        "--backend gather --ring-degree 4",
+    ],
+)
+def test_every_backend_and_mask(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    assert main([*FORCED.split(), "--head-dim", "8", *flags.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "right" and any("dsink" in line for line in lines) == ("--sinks" in flags)
+
+
 def test_errors_above_the_tolerance_exit_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,7 +58,12 @@ def test_errors_above_the_tolerance_exit_one(
         ("--nodes 4:0,2:1,x", "--nodes takes degree:index divided by commas, got 'x'"),
         ("--lengths 100,7,0", "sample 2 has 0 tokens, at least 1 needed"),
         ("--lengths 100,7,a", "--lengths takes whole numbers divided by commas"),
-        ("--heads 6", "degree 4 cannot split --heads 6 and --kv-heads 2 evenly"),
+        ("--heads 6", "node 4:0 cannot split 6 query and 2 key/value heads over 4 ranks evenly"),
+        ("--backend usp --ring-degree 3", "a node of degree 4 cannot have 3 ring members"),
+        ("--backend usp --ring-degree 1", "--ring-degree must be 2 to 64, got 1"),
+        ("--backend ring --ring-degree 2", "--ring-degree 2 needs --backend usp or gather"),
+        ("--window 3 --full-mask", "--window 3 is for causal masks, not for --full-mask"),
+        ("--window -1", "--window must be 0 to 1048576, got -1"),
         ("--heads 7", "--heads 7 is no multiple of --kv-heads 2"),
         ("--degrees 1,3", "degree 3 does not divide the 4 ranks"),
         ("--ranks 0", "--ranks must be 1 to 64, got 0"),

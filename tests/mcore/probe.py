@@ -25,7 +25,28 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--probe-layer-inputs", action="store_true", help="gradients of layer inputs"
     )
     parser.add_argument("--probe-one-expert", action="store_true", help="all tokens to expert 0")
+    parser.add_argument(
+        "--probe-recompute", action="store_true", help="kernel calls, routing, what is kept"
+    )
+    parser.add_argument("--probe-tied-experts", action="store_true", help="experts 0 and 1 alike")
+    parser.add_argument("--probe-rerun", action="store_true", help="every step runs twice")
+    parser.add_argument("--probe-other-marks", metavar="RANK", type=int, help="a rank saves less")
+    parser.add_argument("--probe-delays", type=float, help="longest of random delays, in ms")
     return parser.parse_known_args(argv)
+
+
+def watch_recomputation(options: argparse.Namespace) -> None:
+    """Puts the wrappers in place that have to do with recomputation."""
+    from tests.mcore import watch_recompute
+
+    if options.probe_recompute:
+        watch_recompute.watch_recompute()
+    if options.probe_tied_experts:
+        watch_recompute.make_experts_tie()
+    if options.probe_rerun:
+        watch_recompute.run_every_step_twice()
+    if options.probe_other_marks is not None:
+        watch_recompute.mark_otherwise(options.probe_other_marks)
 
 
 def main(argv: list[str]) -> None:
@@ -48,12 +69,15 @@ def main(argv: list[str]) -> None:
         watch.watch_layer_inputs()
     if options.probe_one_expert:
         watch.route_to_one_expert()
+    if options.probe_delays is not None:
+        watch.delay_at_random(options.probe_delays)
     if options.probe_mask_before is not None:
         watch.mask_targets(options.probe_mask_before)
     if options.probe_fail is not None:
         watch.fail_on_purpose(*(int(part) for part in options.probe_fail.split(":")))
     if options.probe_other_plan is not None:
         watch.plan_otherwise(*(int(part) for part in options.probe_other_plan.split(":")))
+    watch_recomputation(options)
     watch.pretrain.main()
     torch.save(watch.STEPS, options.out / f"rank{os.environ['RANK']}.pt")
 

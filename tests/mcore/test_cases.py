@@ -1,5 +1,6 @@
 """Awkward steps in Megatron's own loop, held against one rank. Cases named in each test."""
 
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,11 @@ def test_d2_groups_of_modules_stay_over_micro_batches_of_degrees_4_1_2(tmp_path:
         assert len(rank[1]["rotary"]) == 6 and set(rank[1]["rotary"]) == {None}
 
 
+RECOMPUTE = (  # noqa: SIM905
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+).split()
+
+
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """One mixed run three times, and once with everything recomputed."""
@@ -178,12 +184,11 @@ def repeated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     flags = documents(folder, lengths)
     policy = forced(folder, lengths, (mixed,), 3)
     flags += ["--train-iters", "3", "--nsp-policy", policy]
-    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     extra = {
         "first": [],
         "second": [],
         "serial": ["--no-nsp-overlap"],
-        "recomputed": recompute.split(),
+        "recomputed": RECOMPUTE,
     }
     return {name: train(4, folder / name, *flags, *more) for name, more in extra.items()}
 
@@ -202,6 +207,31 @@ def test_h1_recompute_repeats_the_forward_exchanges_of_every_node(repeated: dict
         plain = [len(step["records"]) for step in repeated["first"].steps[rank]]
         recomputed = [len(step["records"]) for step in repeated["recomputed"].steps[rank]]
         assert any(plain) and recomputed == [count * 6 // 4 for count in plain]
+
+
+SHARDED = (  # noqa: SIM905
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+    "--ckpt-format fsdp_dtensor --use-distributed-optimizer"
+).split()
+
+
+def test_i2_delayed_hosts_keep_shared_collectives_in_order(tmp_path: Path) -> None:
+    lengths = [130, 77, 64, 31, 8, 3, 1, 20, 44]
+    flags = [*documents(tmp_path, lengths), *MOE, "--expert-model-parallel-size", "2", *SHARDED]
+    policy = forced(tmp_path, lengths, (mixed, each_degree), 4)
+    flags += ["--nsp-policy", policy, "--train-iters", "4"]
+    prompt = train(4, tmp_path / "prompt", *flags)
+    for name, more in (("late", []), ("recomputed", RECOMPUTE)):
+        run = train(4, tmp_path / name, *flags, "--probe-delays", "10", *more)
+        assert run.losses == prompt.losses
+        for step in range(4):
+            assert max(rank[step]["max_in_flight"] for rank in run.steps) == 1
+            lists = [[record.ranks for record in rank[step]["records"]] for rank in run.steps]
+            for pair in combinations(range(4), 2):
+                of_both = [
+                    [ranks for ranks in lists[rank] if set(pair) <= set(ranks)] for rank in pair
+                ]
+                assert of_both[0] == of_both[1]
 
 
 def test_c3_an_empty_document_is_left_out_and_counted(tmp_path: Path) -> None:

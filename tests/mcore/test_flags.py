@@ -19,7 +19,15 @@ BAD = {
     "--nsp-max-degree 4": "--nsp-max-degree: degree 4 does not divide the 6 ranks",
     "--nsp-max-degree 3": "--nsp-max-degree: the largest degree must be a power of two, got 3",
     "--nsp-degrees 1,2,3": "--nsp-degrees: each degree must divide the next larger one: 2 and 3",
-    "--nsp-degrees 1,3": "--nsp-degrees: degree 3 cannot split 8 query and 2 key/value heads",
+    "--nsp-degrees 1,3 --nsp-backend ulysses": "--nsp-degrees: degree 3 cannot split 8 query and 2"
+    " key/value heads evenly, as --nsp-backend ulysses must",
+    "--nsp-backend te-p2p": "--nsp-backend te-p2p runs on cuda tensors, this job's device is cpu",
+    "--nsp-backend te-p2p --window-size 4,0": "te-p2p has no sliding window: --window-size",
+    "--nsp-backend te-a2a --softmax-type learnable": "te-a2a serves no attention sinks",
+    "--nsp-degrees 1,3 --nsp-backend te-a2a": "degree 3 cannot split .*as --nsp-backend te-a2a",
+    "--nsp-backend rings": "--nsp-backend must be one of auto, ulysses, ring, usp, gather, te-p",
+    "--nsp-backend ring --nsp-profile flexsp-gpt-7b-a100": "--nsp-backend must be auto or ulysses "
+    "with --nsp-profile flexsp-gpt-7b-a100",
     "--nsp-degrees 1,2 --nsp-max-degree 2": "--nsp-max-degree 2 must not be given",
     "--context-parallel-size 2": "--context-parallel-size must be 1",
     "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of --data-pa"
@@ -28,6 +36,12 @@ BAD = {
     "--nsp-batch-tokens -5": "--nsp-batch-tokens must be 1 to 2147483647, got -5",
     "--nsp-batch-tokens 100000000000000000000": "--nsp-batch-tokens must be 1 to 2147483647, got 1",
     "--nsp-token-budget 3000000000": "--nsp-token-budget must be 1 to 2147483647, got 3",
+    "--nsp-save-budget-gb -1": "--nsp-save-budget-gb must be at least 0, got -1.0",
+    "--nsp-save-budget-gb nan": "--nsp-save-budget-gb must be at least 0, got nan",
+    "--nsp-save-budget-gb 2": "--nsp-save-budget-gb 2 would do nothing: attention is not recompute",
+    "--nsp-save-budget-gb 2 --recompute-granularity selective --recompute-modules mlp": "2 would "
+    "do nothing: attention is not recomputed; it needs --recompute-granularity full, or selective",
+    "--nsp-save-budget-gb inf --recompute-granularity full --recompute-method block": "would do no",
     "--nsp-plan-ahead -1": "--nsp-plan-ahead must be at least 0, got -1",
     "--nsp-over-long drop": "--nsp-over-long must be one of filter, error, got drop",
     "--nsp-max-length 400 --nsp-over-long error": "512 tokens, over --nsp-max-length 400; 1 of",
@@ -68,6 +82,7 @@ BAD = {
     "--hybrid-layer-pattern M*-": r"pattern M\*-: M cannot be used: only attention",
     "--hybrid-layer-pattern *-GD/**": "pattern .*: /DG cannot be used: only attention",
     "--hybrid-layer-pattern=-E": r"--hybrid-layer-pattern -E holds no attention layer, \* or \+",
+    "--hybrid-layer-pattern *-|*-": "marks 2 stages, --pipeline-model-parallel-size is 1",
     "--hybrid-override-pattern *-": "--hybrid-override-pattern is deprecated: give --hybrid-layer",
     "--hybrid-layer-pattern *-": "--hybrid-layer-pattern needs Transformer Engine, which is not",
     "--spec nowhere SPEC": "--spec nowhere SPEC cannot be imported",
@@ -121,6 +136,8 @@ def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", *flags])
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("RANK", "0")
+    # Megatron keeps the arguments of a command line that it finds nothing wrong with.
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", None)
     args, _ = parse_job()
     model_config(args)
 

@@ -9,10 +9,16 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_nsp.attention import NestedBatch
+from megatron_nsp.backends.node import SavedOutput
 from megatron_nsp.kernels import AttentionMask
+from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
+from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
+from megatron_nsp.plan import Plan
+from megatron_nsp.tree import Node, SPTree
 from tests.mcore.launch import environment
 
 
@@ -36,7 +42,8 @@ def config(**fields: object) -> SimpleNamespace:
     """What core attention reads of a transformer configuration."""
     defaults = {"softmax_scale": None, "kv_channels": 16, "attention_dropout": 0.0}
     masks = {"window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
-    return SimpleNamespace(**{**defaults, **masks, **fields})
+    recomputation = {"recompute_granularity": None, "fine_grained_activation_offloading": False}
+    return SimpleNamespace(**{**defaults, **masks, **recomputation, **fields})
 
 
 @pytest.mark.parametrize(
@@ -169,10 +176,11 @@ def test_the_planner_knows_the_windows() -> None:
 
 def test_the_planner_knows_the_layers_of_a_hybrid_model() -> None:
     pattern = {"hybrid_layer_pattern": "*-*E-|*E", "num_layers": 7, "num_experts": 4}
+    pattern |= {"pipeline_model_parallel_size": 2}
     sizes = {"ffn_hidden_size": 300, "moe_ffn_hidden_size": 60}
     args = model_args(**pattern, **sizes, window_size=(9, 0), window_attn_skip_freq=3)
     model = model_of(args)  # type: ignore[arg-type]
-    assert (model.num_layers, model.ffn_hidden, model.shared_width) == (3, 40, 200)
+    assert (model.num_layers, model.ffn_hidden, model.shared_width) == (4, 30, 300)
     assert model.num_windowed_layers == 1  # layers 1, 3 and 6, of which 3 and 6 are skipped
     dense = model_args(hybrid_layer_pattern="*-*---", num_layers=6, ffn_hidden_size=300)
     assert model_of(dense).ffn_hidden == 600  # type: ignore[arg-type]
@@ -203,3 +211,20 @@ def test_rotary_rows_are_megatrons_own_at_each_position() -> None:
         "assert concentration == factor != 1.0\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
+
+
+def test_a_batch_that_runs_once_more_begins_with_nothing_kept() -> None:
+    plan = Plan.from_nodes(SPTree(1, (1,)), [5], [Node(0, 0)])
+    batch = NestedBatch.build(plan, 0)
+    rows = torch.zeros(5, 1, 2)
+    batch.kept[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
+    params = NestedSeqParams.of(batch, SimpleNamespace(), torch.arange(5))
+    assert params.nested is batch and not batch.kept
+
+
+@pytest.mark.parametrize("value", [None, "1", "8", "32"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_i4_one_hardware_queue_is_said_and_warned_of_once(value: str | None, overlap: bool) -> None:
+    lines = describe_connections(value, overlap)
+    assert lines[0].endswith("not set" if value is None else f" {value}")
+    assert [("warning" in line) for line in lines[1:]] == [True] * (value == "1" and overlap)

@@ -1,5 +1,6 @@
 """A run as a whole: resume, evaluation, pipeline stages, a budget that carries samples over."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,18 @@ def test_megatron_fsdp_trains_as_plain_data_parallelism(tmp_path: Path, flags: l
     assert any(rank[0]["records"] for rank in fsdp.steps)
     assert any(grad.isnan().any() for grad in fsdp.steps[0][0]["grads"].values())
     assert_same(plain, fsdp, 4, 1e-6, 1e-6)
+
+
+def test_every_step_says_how_long_exchanges_were_exposed(tmp_path: Path, flags: list[str]) -> None:
+    flags += ["--train-iters", "3", "--nsp-policy", "root"]
+    streamed = train(4, tmp_path / "streamed", *flags)
+    serial = train(4, tmp_path / "serial", *flags, "--no-nsp-overlap")
+    assert serial.losses == streamed.losses
+    line = r"^nsp(?: step (\d+) .* \||:) exposed in step (\d+): ([\d.]+) ms$"
+    for run in (streamed, serial):
+        found = re.findall(line, run.output, re.MULTILINE)
+        assert [entry[:2] for entry in found] == [("2", "1"), ("3", "2"), ("", "3")]
+        assert all(float(entry[2]) > 0 for entry in found)
 
 
 def test_every_policy_trains_to_the_losses_of_the_search(tmp_path: Path, flags: list[str]) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_nsp.config import NSPConfig
-from megatron_nsp.mcore.validate import check_attention, check_lengths
+from megatron_nsp.mcore.check_layers import check_latent
+from megatron_nsp.mcore.validate import check_lengths
 from megatron_nsp.tree import SPTree
 
 TREE = SPTree(4, (1, 2, 4))
@@ -46,8 +47,6 @@ def test_over_long_documents_are_refused_where_they_are_an_error() -> None:
 
 def test_latent_attention_refuses_the_fused_rotation() -> None:
     """CPU mode leaves it off, Megatron's default on GPUs is on."""
-    args = SimpleNamespace(
-        position_embedding_type="rope", multi_latent_attention=True, apply_rope_fusion=True
-    )
+    args = SimpleNamespace(multi_latent_attention=True, apply_rope_fusion=True)
     with pytest.raises(ValueError, match="--multi-latent-attention needs --no-rope-fusion"):
-        check_attention(args)  # type: ignore[arg-type]
+        check_latent(args)  # type: ignore[arg-type]

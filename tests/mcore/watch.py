@@ -3,6 +3,9 @@
 Import it after CPU mode is on.
 """
 
+import os
+import random
+import time
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ LOG = CollectiveLog()
 ROTARY_GROUPS: list[Any] = []
 PADDING: list[int | None] = []
 READS: list[tuple[int, int, int]] = []
+MORE: dict[str, list[Any]] = {}
 
 
 def watch_optimizer() -> None:
@@ -40,12 +44,16 @@ def watch_optimizer() -> None:
                     "tokens": list(TOKENS),
                     "layer_inputs": list(LAYER_INPUTS),
                     "records": list(LOG.records),
+                    "max_in_flight": LOG.max_in_flight,
                     "groups": groups_of_modules(models),
                     "rotary": list(ROTARY_GROUPS),
                     "padding": list(PADDING),
                     "reads": list(READS),
+                    **{name: list(entries) for name, entries in MORE.items()},
                 }
             )
+            for entries in MORE.values():
+                entries.clear()
             TOKENS.clear()
             LAYER_INPUTS.clear()
             PADDING.clear()
@@ -224,6 +232,19 @@ def watch_groups() -> None:
         return result
 
     pretrain.Trainer.__call__ = watched
+
+
+def delay_at_random(longest_ms: float) -> None:
+    """Keeps this rank's host for a while before every step of a schedule."""
+    from megatron_nsp import executor
+
+    rng, run = random.Random(os.environ["RANK"]), executor._Playing.run
+
+    def late(self: Any, step: Any) -> None:
+        time.sleep(rng.random() * longest_ms / 1e3)
+        run(self, step)
+
+    executor._Playing.run = late  # type: ignore[method-assign]
 
 
 def fail_on_purpose(rank: int, step: int) -> None:

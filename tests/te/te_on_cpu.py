@@ -10,6 +10,7 @@ a rank, N rows of the whole batch, cp ranks.
 """
 
 import contextlib
+import importlib
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 
 from megatron_nsp.kernels.base import AttentionMask, SampleBounds
@@ -186,6 +188,40 @@ def te_on_cpu() -> Iterator[Any]:
         for patch in patches:
             stack.enter_context(patch)
         yield context_parallel
+
+
+class _Float32Too:
+    """torch with float32 in place of float16, for a check of what flash-attn takes."""
+
+    float16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def te_module_on_cpu() -> Iterator[None]:
+    """TE's DotProductAttention too: all of its Python between our call and its own rings runs.
+
+    It believes that flash-attn 4 was chosen and that CPU tensors are on a GPU of capability 9.0.
+    """
+    from transformer_engine.pytorch.attention import dot_product_attention as package
+
+    module = importlib.import_module(f"{package.__name__}.dot_product_attention")
+    backends = importlib.import_module(f"{package.__name__}.backends")
+    choice = (True, Version("4.0.0"), False, None, False, [True, False, False])
+    patches = [
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "Stream", mock.MagicMock()),
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)),
+        mock.patch.object(module.dpa_utils, "get_attention_backend", return_value=choice),
+        mock.patch.object(backends, "get_device_compute_capability", return_value=(9, 0)),
+        mock.patch.object(backends, "torch", _Float32Too()),
+    ]
+    with te_on_cpu(), contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
 
 
 def te_attention(

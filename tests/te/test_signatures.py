@@ -154,6 +154,9 @@ def test_transformer_engine() -> None:
     assert bare(fused_attn_bwd) == recorded.TE_BACKWARD
     assert bare(DotProductAttention.__init__) == recorded.TE_MODULE
     assert bare(inspect.unwrap(DotProductAttention.forward)) == recorded.TE_MODULE_FORWARD
+    *others, last = bare(DotProductAttention.set_context_parallel_group).parameters.values()
+    named = last.replace(default=last.default.name)
+    assert inspect.Signature([*others, named]) == recorded.TE_MODULE_SET_GROUP
 
 
 def test_the_extension_of_transformer_engine_takes_our_arguments() -> None:

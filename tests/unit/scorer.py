@@ -105,6 +105,77 @@ def expert_us(length: int, profile: dict) -> tuple[float, float]:
     return times * fwd_us, model["num_layers"] * (2 * work_us + sent_us)
 
 
+def ring_node_us(node: dict, profile: dict) -> tuple[float, float, float]:
+    """Forward and backward time of a node with ring members, and its latency in a pass.
+
+    Walks the rounds of one layer: what a transfer takes longer than the compute beside it counts.
+    Nothing is recomputed and there are no experts.
+    """
+    assert profile["recompute"] == "none" and profile["model"]["expert_degree"] == 1
+    model, degree, members = profile["model"], node["degree"], node["ring_degree"]
+    inside, layers, tokens = degree // members, model["num_layers"], sum(node["lengths"])
+    width = model["head_dim"] * model["bytes_per_element"]
+    q_heads, kv_heads = model["num_heads"] // inside, max(model["num_kv_heads"] // inside, 1)
+    is_ring = node["outer"] == "ring"
+    calls = members if is_ring else 1
+
+    inside_us = inside_latency_us = 0.0
+    if inside > 1:
+        rate, inside_latency_us = exchange_rate(profile, inside)
+        sent = tokens / degree * (inside - 1) * (2 * q_heads + 2 * kv_heads) * width
+        inside_us = sent / rate * 1e6
+    rate, latency_us = members_rate(profile, degree, members, node["outer"])
+    times = 1 if is_ring else members - 1
+    transfer_us = latency_us + times * tokens / members * 2 * kv_heads * width / rate * 1e6
+
+    merge_us = 0.0
+    if profile["merged_elements_per_s"]:
+        elements = tokens / members * q_heads * model["head_dim"]
+        merge_us = elements / profile["merged_elements_per_s"] * 1e6
+    totals = []
+    for factor, which in ((1.0, "fwd_flops_per_s"), (2.5, "bwd_flops_per_s")):
+        round_us = merge_us
+        for length in node["lengths"]:
+            flops = factor * 2 * length**2 * model["num_heads"] * model["head_dim"] / degree / calls
+            round_us += flops / attention_rate(profile, length / calls, which) * 1e6
+        beside = [0.0] * (members + 1 if is_ring else 2)
+        if is_ring:
+            for number in range(1, members):
+                beside[number - 1] += transfer_us  # forth, for this round
+                if factor > 1:
+                    # Back, of this round, under the next; the queue sends it before what follows.
+                    beside[number + 1] += transfer_us
+            work = [round_us] * members + [0.0]
+            busy = [round_us + profile["latency_us"]] * members + [0.0]
+        else:
+            beside[0] = transfer_us * (2 if factor > 1 else 1)
+            work, busy = [0.0, round_us], [0.0, 0.0]
+        exposed_us = sum(max(there - over, 0.0) for there, over in zip(beside, busy, strict=True))
+        dense_us = model["dense_flops_per_token"] * tokens / degree / profile["dense_flops_per_s"]
+        output_us = model["output_flops_per_token"] * tokens / degree / profile["dense_flops_per_s"]
+        linear = 1 if factor == 1.0 else 2
+        layer_us = sum(work) + inside_us + exposed_us + linear * dense_us * 1e6
+        totals.append(layers * layer_us + linear * output_us * 1e6)
+    waits_us = calls * profile["latency_us"] + 2 * inside_latency_us
+    return totals[0], totals[1], layers * waits_us
+
+
+def members_rate(profile: dict, degree: int, members: int, outer: str) -> tuple[float, float]:
+    """Bytes a second and latency between ring members; here only where nothing was measured."""
+    assert not profile["exchanges"]
+    rate, latency_us = exchange_rate(profile, degree)
+    stride = profile["model"]["stride"]
+    together = max(profile["ranks_per_host"] // stride, 1)
+    if degree <= together and together % degree == 0:
+        return rate, latency_us
+    rate = profile["inter_bytes_per_s"]
+    if outer == "gather":
+        near = max(profile["ranks_per_host"] // (stride * degree // members), 1)
+        near = near if members % near == 0 else 1
+        rate *= (members - 1) / (members - min(near, members - 1))
+    return rate, latency_us
+
+
 def score_plan(plan: dict, profile: dict) -> Score:
     """Scores the JSON of a plan; a pass waits for its slowest rank, passes add up."""
     num_ranks, num_passes = plan["num_ranks"], plan["num_micro_batches"]
@@ -113,6 +184,13 @@ def score_plan(plan: dict, profile: dict) -> Score:
     latency = [[0.0] * num_ranks for _ in range(num_passes)]
     for node in plan["nodes"]:
         degree, m = node["degree"], node["micro_batch"]
+        if "ring_degree" in node:
+            fwd_us, bwd_us, latency_us = ring_node_us(node, profile)
+            for rank in range(node["index"] * degree, (node["index"] + 1) * degree):
+                fwd[m][rank] += fwd_us
+                bwd[m][rank] += bwd_us
+                latency[m][rank] += latency_us
+            continue
         times = [sample_us(length, degree, profile) for length in node["lengths"]]
         waits_us = profile["latency_us"]
         if degree > 1:

@@ -54,7 +54,7 @@ def test_budget_and_chain_reach_the_plan(capsys) -> None:
 
 def test_a_profile_and_lengths_from_files(tmp_path, capsys) -> None:
     data = json.loads(run_plan(capsys, "--lengths 100 --ranks 2 --profile cpu-gloo --json"))
-    others = ("model", "backend", "recompute", "save_tokens")
+    others = ("model", "backend", "recompute", "save_tokens", "overlap")
     fields = {k: v for k, v in data["profile"].items() if k not in others}
     fields = {k: v for k, v in fields.items() if not k.startswith("bwd_")}
     (tmp_path / "p.json").write_text(json.dumps({**fields, "name": "p", "latency_us": 7.0}))
@@ -113,7 +113,7 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
             "--max-degree: degree 4 does not divide the 6 ranks of the domain",
         ),
         (
-            "--lengths 10 --ranks 12 --degrees 1,3,6 --heads 28 --kv-heads 7",
+            "--lengths 10 --ranks 12 --degrees 1,3,6 --heads 28 --kv-heads 7 --backend ulysses",
             "--degrees: degree 3 cannot split 28 query and 7 key/value heads evenly",
         ),
         (
@@ -142,6 +142,10 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
         ),
         ("--lengths 3 --ranks 2 --model gpt", "no model gpt, only qwen3-30b-a3b, "),
         ("--lengths 3 --ranks 2 --tp 2", "--tp 2 needs --model"),
+        (
+            "--lengths 3 --ranks 2 --backend ring --profile flexsp-gpt-7b-a100",
+            "--backend must be auto or ulysses with --profile flexsp-gpt-7b-a100",
+        ),
         ("--lengths 3 --ranks 2 --model qwen3-8b --heads 4", "--heads must not be given too"),
         ("--lengths 3 --ranks 2 --model qwen3-8b --tp 3", "tensor parallelism 3 cannot split"),
         ("--lengths 3 --ranks 6 --model qwen3-30b-a3b --ep 4", "--ep 4 does not divide --ranks 6"),
@@ -192,3 +196,14 @@ def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert len(done.stdout) == 20 and done.stderr == ""
+
+
+def test_the_table_names_backends_where_they_are_not_all_ulysses(capsys) -> None:
+    words = "--lengths 400000,9 --ranks 16 --heads 5 --kv-heads 5 --profile h200-ib"
+    text = run_plan(capsys, words)
+    (row,) = [line for line in text.splitlines() if line.split()[:2] == ["16:0", "16"]]
+    assert "backend" in text and row.split()[-2:] == ["ring", "16x1"]
+    assert "backend" not in run_plan(capsys, f"{words} --backend ulysses")
+    data = json.loads(run_plan(capsys, f"{words} --backend gather --json"))
+    assert data["profile"]["backend"] == "gather"
+    assert {"ring_degree": 16, "outer": "gather"}.items() <= data["plan"]["nodes"][0].items()

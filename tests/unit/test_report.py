@@ -22,7 +22,8 @@ nsp step 1 | samples: 9 | tokens: 300 | targets: 291 | predicted: 12.5 ms | imba
 tokens per degree: 1: 100% | plan: 1.0 ms, waited 0.2 ms
  [2026-11-30] iteration        1/       2 | lm loss: 5.500000E+00 | loss scale: 1.0 |
 nsp step 2 | samples: 4 | tokens: 310 | targets: 306 | predicted: 14.5 ms | imbalance: 1.010 | \
-tokens per degree: 4: 100% | plan: 1.0 ms, waited 0.0 ms | carried to the next step: 3
+tokens per degree: 4: 100% | plan: 1.0 ms, waited 0.0 ms | carried to the next step: 3 | \
+exposed in step 1: 8.5 ms
  [2026-11-30] iteration        2/       2 | lm loss: 5.250000E+00 | loss scale: 1.0 |
 """
 
@@ -45,11 +46,13 @@ def rects(html: str, section: str) -> list[ElementTree.Element]:
     return ElementTree.fromstring(re.findall(r"<svg.*?</svg>", part, re.DOTALL)[0]).findall("rect")
 
 
-@pytest.fixture
-def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+@pytest.fixture(params=["ulysses", "ring"])
+def planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> Path:
     """A plan of two micro-batches."""
     words = "plan --lengths 9000,4000,4000,700,500,60 --ranks 8 --token-budget 1400 --json"
-    assert main(words.split()) == 0
+    assert main([*words.split(), "--backend", request.param]) == 0
     (tmp_path / "plan.json").write_text(capsys.readouterr().out)
     return tmp_path / "plan.json"
 
@@ -69,6 +72,10 @@ def test_a_plan_shows_every_node_and_the_tokens_of_every_rank(
         bars = rects(html, f"Tokens of the ranks of micro-batch {number}")
         tokens = [float(bar[0].text.split()[-2].replace(",", "")) for bar in bars]
         assert tokens == plan.token_load(number).tolist()
+        for node in plan.active_nodes(number):
+            tip = next(tip for tip in nodes if tip.startswith(f"node {plan.tree.label(node)}:"))
+            assert plan.tree.degree(node) == 1 or tip.endswith(plan.backend_of(node, number))
+    assert ("ring 8x1" in html) == bool(plan.splits)
     assert html.count("up to ") == 4 and "not possible: sample 0 of 9000 tokens needs" in html
     assert "Queues in one layer of micro-batch 1" in html
 
@@ -113,7 +120,14 @@ def test_many_ranks_share_bars_and_one_rank_is_enough(
 def test_a_log_shows_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.log").write_text(LOG)
     html = page_of(tmp_path / "run.log", capsys)
-    for part in ("lm loss", "predicted imbalance", "14.5 ms", "1 to 2", "waiting for plans"):
+    for part in (
+        "lm loss",
+        "predicted imbalance",
+        "14.5 ms",
+        "1 to 2",
+        "waiting for plans",
+        "8.5 ms",
+    ):
         assert part in html
     assert "<td>steps that left samples out or carried some</td><td>1</td>" in html
 

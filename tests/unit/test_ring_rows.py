@@ -7,8 +7,15 @@ import pytest
 
 from megatron_nsp.layout import NodeSlice, rank_layout
 from megatron_nsp.plan import Plan
-from megatron_nsp.ring_rows import BlockRows, gather_blocks, gathered_rows, ring_block
-from megatron_nsp.split import Split, member_tokens
+from megatron_nsp.ring_rows import (
+    BlockRows,
+    filled_bounds,
+    filled_rows,
+    gather_blocks,
+    gathered_rows,
+    ring_block,
+)
+from megatron_nsp.split import NATIVE, Split, member_tokens
 from megatron_nsp.testing.random_plans import random_lengths
 from megatron_nsp.tree import Node, SPTree
 
@@ -37,14 +44,76 @@ def random_nodes(count: int) -> list[list[NodeSlice]]:
     return nodes
 
 
+def random_native_nodes(count: int) -> list[list[NodeSlice]]:
+    rng = random.Random(3)
+    nodes = []
+    for _ in range(count):
+        degree = rng.choice((2, 3, 4, 8))
+        nodes.append(slices(random_lengths(rng, 6, 40), degree, Split(degree, rng.choice(NATIVE))))
+    return nodes
+
+
 def test_the_documented_example() -> None:
     parts = slices([9, 4], 2, Split(2))
     assert tokens_of(parts[0]) == [(0, p) for p in (0, 1, 6, 7, 8)] + [(1, 0), (1, 3)]
     assert tokens_of(parts[1]) == [(0, p) for p in (2, 3, 4, 5)] + [(1, 1), (1, 2)]
 
 
+def test_the_documented_example_of_filled_up_samples() -> None:
+    parts = slices([9, 4], 2, Split(2, "te-a2a"))
+    assert tokens_of(parts[0]) == [(0, p) for p in (0, 1, 2)] + [(1, 0), (1, 3)]
+    assert tokens_of(parts[1]) == [(0, p) for p in range(3, 9)] + [(1, 1), (1, 2)]
+    assert filled_rows(parts[0]).tolist() == [0, 1, 2, 6, 7]
+    assert filled_rows(parts[1]).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert filled_bounds(parts[0]).tolist() == [0, 12, 16]
+
+
+def test_filled_up_rows_are_what_transformer_engine_deals() -> None:
+    """Its rule: rank r has chunks r and 2R-1-r of each sample, all of one length."""
+    for parts in random_native_nodes(200):
+        degree, bounds = parts[0].degree, filled_bounds(parts[0])
+        filled = np.diff(bounds)
+        assert (filled % (2 * degree) == 0).all() and (filled - parts[0].lengths >= 0).all()
+        assert (filled - parts[0].lengths < 2 * degree).all()
+        for part in parts:
+            dealt = [
+                (sample, i * length // (2 * degree) + token)
+                for sample, length in zip(part.samples.tolist(), filled.tolist(), strict=True)
+                for i in (part.rank_in_node, 2 * degree - 1 - part.rank_in_node)
+                for token in range(length // (2 * degree))
+            ]
+            rows = filled_rows(part)
+            assert [dealt[row] for row in rows] == tokens_of(part)
+            lengths = dict(zip(part.samples.tolist(), part.lengths.tolist(), strict=True))
+            there = [row for row, (s, p) in enumerate(dealt) if p < lengths[s]]
+            assert rows.tolist() == there
+
+
+@pytest.mark.parametrize(
+    ("degree", "split", "message"),
+    [
+        (4, Split(2, "te-p2p"), "te-p2p divides a node among all of its ranks.*cannot have 2"),
+        (1, Split(1, "te-a2a"), "te-a2a divides a node among all of its ranks, 2 at least"),
+        (4, Split(3, "te-a2a"), "a node of degree 4 cannot have 3 ring members"),
+        (4, Split(4, "te"), "get around by ring or gather or te-p2p or te-a2a, not te"),
+    ],
+)
+def test_other_divisions_are_refused(degree: int, split: Split, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split.validate(degree)
+
+
+def test_te_a2a_needs_heads_that_divide() -> None:
+    for heads in ((8, 4), (4, 4)):
+        Split(4, "te-a2a").check_heads(4, *heads)
+    for heads in ((8, 2), (6, 4), (8, 6)):
+        with pytest.raises(ValueError, match=f"{heads[0]} query and {heads[1]} key/value heads"):
+            Split(4, "te-a2a").check_heads(4, *heads)
+        Split(4, "te-p2p").check_heads(4, *heads)
+
+
 def test_every_token_is_on_one_rank() -> None:
-    for parts in random_nodes(100):
+    for parts in random_nodes(100) + random_native_nodes(100):
         held = [token for part in parts for token in tokens_of(part)]
         lengths = dict(zip(parts[0].samples.tolist(), parts[0].lengths.tolist(), strict=True))
         assert sorted(held) == [(s, p) for s in sorted(lengths) for p in range(lengths[s])]
@@ -52,7 +121,7 @@ def test_every_token_is_on_one_rank() -> None:
 
 
 def test_long_samples_are_balanced() -> None:
-    tokens = member_tokens(np.array([1000, 37, 64]), 4).sum(axis=1)
+    tokens = member_tokens(np.array([1000, 37, 64]), Split(4)).sum(axis=1)
     assert tokens.max() - tokens.min() <= 3
 
 
@@ -153,7 +222,7 @@ def test_plans_with_splits_are_read_back_and_differ_by_digest() -> None:
     ("splits", "message"),
     [
         ({(0, ROOT): Split(3)}, "a node of degree 4 cannot have 3 ring members"),
-        ({(0, ROOT): Split(2, "star")}, "by ring or gather, not star"),
+        ({(0, ROOT): Split(2, "star")}, "or te-a2a, not star"),
         ({(0, Node(1, 2)): Split(1, "gather")}, "without samples is split: depth 1, index 2"),
     ],
 )

@@ -21,7 +21,8 @@ PACKAGE = ROOT / "megatron_nsp"
 
 # Every other child of the package is numpy only, also one added later.
 HIGHER_LEVELS = {
-    *("groups", "kernels", "backends", "reshard", "executor", "attention", "profiler", "testing"),
+    *("groups", "kernels", "backends", "reshard", "exposed", "executor", "attention", "profiler"),
+    "testing",
     *("mcore", "cli"),
 }
 

@@ -1,6 +1,7 @@
 """Pure tests of the simulator: against an event loop over every rank's own list of steps."""
 
 import dataclasses
+import itertools
 import json
 import random
 from collections import deque
@@ -9,101 +10,129 @@ import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
-from megatron_nsp.layout import rank_layout
+from megatron_nsp.order import ALL_ROOT_FIRST, NodeOrders, in_order
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
 from megatron_nsp.planner.lengths import draw_batch, load_table
 from megatron_nsp.planner.profile import AttentionRate
-from megatron_nsp.schedule import Pass, Phase, Queue, Step, build_schedule
-from megatron_nsp.simulator import IterationSettings, mark_saved, simulate_plan
+from megatron_nsp.planner.saving import aware_of_saving, kept_output
+from megatron_nsp.recompute import mark_saved
+from megatron_nsp.schedule import Pass, Phase, Step, build_schedule, communicates
+from megatron_nsp.simulator import IterationSettings, simulate_plan
 from megatron_nsp.simulator.ablation import attention_only
-from megatron_nsp.simulator.compare import aware_of_saving
-from megatron_nsp.simulator.marks import saved_bytes_per_token
 from megatron_nsp.simulator.network import active_paths
+from megatron_nsp.simulator.order_search import choose_orders, layers_end_us, orders_of_trees
 from megatron_nsp.simulator.sharding import sharding_us
-from megatron_nsp.testing.random_plans import random_plan
+from megatron_nsp.split import Split
+from megatron_nsp.testing.random_plans import (
+    random_native_nodes,
+    random_orders,
+    random_plan,
+    random_splits,
+)
 from megatron_nsp.tree import Node, SPTree
 from tests.unit.planner_cases import SMALL, cluster, workstation
 
 
-def node_phase_us(plan: Plan, m: int, cost: CostModel, step: Step) -> float:
+def step_us(plan: Plan, m: int, cost: CostModel, step: Step) -> float:
     """Time of one step of one node in one layer, written from the cost model's parts."""
-    node, degree = step.node, plan.tree.degree(step.node)
-    column = plan.tree.degrees.index(degree)
-    lengths = plan.lengths[plan.samples_of(node, m)]
+    how = cost.of(plan.tree.degree(step.node), plan.split_of(step.node, m))
+    lengths = plan.lengths[plan.samples_of(step.node, m)]
+    if step.phase is Phase.NATIVE:
+        round_us, tokens = how.round_us(lengths, step.pass_).sum(), float(lengths.sum())
+        work_us = float(how.attention_us(step.pass_, np.array(round_us), np.array(tokens)))
+        return (work_us + how.latency_us) / cost.shape.num_layers
     if step.phase is Phase.COMPUTE:
-        work_us = float(cost.compute_us(lengths, step.pass_)[:, column].sum())
+        work_us = float(how.round_us(lengths, step.pass_).sum()) * how.has_call(step.round)
     else:
-        work_us = float(lengths.sum()) * cost.exchange_us_per_token(step.pass_, step.phase)[column]
-    exchanges = degree > 1 or step.phase is Phase.COMPUTE
-    latency_us = cost.profile.latency_us if exchanges else 0.0
-    return work_us / cost.shape.num_layers + latency_us
+        per_token_us = how.exchange_us_per_token(step.pass_, step.phase, step.round)
+        work_us = float(lengths.sum()) * per_token_us
+    return work_us / cost.shape.num_layers + how.phase_latency_us(step.phase, step.round)
 
 
 def run_pass(
-    plan: Plan, m: int, cost: CostModel, pass_: Pass, clocks: list[list[float]], overlap: bool
+    plan: Plan,
+    m: int,
+    cost: CostModel,
+    pass_: Pass,
+    clocks: list[list[float]],
+    overlap: bool,
+    orders: NodeOrders = ALL_ROOT_FIRST,
 ) -> None:
-    """One pass of one layer; `clocks[rank]` is when compute and communication are free."""
-    started = [clock[0] for clock in clocks]
-    queues, ended = {}, {}
-    for rank in range(plan.tree.num_ranks):
-        path = plan.active_path(rank, m)
-        for step in build_schedule(path, pass_, overlap):
-            queues.setdefault((rank, step.queue), deque()).append(step)
-    serial_ready = list(started)
+    """One pass of one layer; `clocks[rank]` is when compute and communication are free.
 
-    def ready(rank: int, step: Step) -> float | None:
-        """When the rank could start the step; None while it does not know."""
-        if step.phase is Phase.PROLOGUE:
-            return started[rank] if overlap else serial_ready[rank]
-        before = Phase.PROLOGUE if step.phase is Phase.COMPUTE else Phase.COMPUTE
-        return ended.get((rank, step.node, before))
+    Every rank goes down its own list of steps. A step that communicates waits until all ranks of
+    its node have come to it.
+    """
+    num_ranks = plan.tree.num_ranks
+    splits = {node: plan.split_of(node, m) for node in plan.active_nodes(m)}
+    lists = [
+        deque(
+            build_schedule(
+                in_order(plan.active_path(rank, m), orders.of_rank(m, plan.tree, rank)[pass_]),
+                pass_,
+                overlap,
+                splits,
+            )
+        )
+        for rank in range(num_ranks)
+    ]
+    received: dict[tuple[int, Node, int], float] = {}
+    returned: dict[tuple[int, Node], float] = {}
+    sent: list[list[float]] = [[] for _ in range(num_ranks)]
 
-    while any(queues.values()):
-        moved = False
-        for (rank, queue), steps in queues.items():
-            if not steps:
-                continue
-            step = steps[0]
-            degree = plan.tree.degree(step.node)
-            members = plan.tree.ranks(step.node) if queue is Queue.COMMUNICATION else [rank]
-            if not overlap and step.phase is Phase.PROLOGUE:
-                # Serial: a node starts once the one before it has ended on every member.
-                path = plan.active_path(rank, m)
-                place = path.index(step.node)
-                if place and any(
-                    (member, path[place - 1], Phase.EPILOGUE) not in ended for member in members
-                ):
-                    continue
-                for member in members:
-                    if place:
-                        last = ended[member, path[place - 1], Phase.EPILOGUE]
-                        serial_ready[member] = max(serial_ready[member], last)
-            at_head = all(queues[r, queue] and queues[r, queue][0] == step for r in members)
-            if not at_head:
-                continue
-            times = [ready(member, step) for member in members]
-            if None in times:
-                continue
-            moved = True
-            if queue is Queue.COMPUTE:
-                start = max(times[0], clocks[rank][0])
-                clocks[rank][0] = start + node_phase_us(plan, m, cost, step)
-                ended[rank, step.node, step.phase] = clocks[rank][0]
-            elif degree == 1:
-                ended[rank, step.node, step.phase] = times[0]
+    def run(members: list[int], step: Step) -> None:
+        took = step_us(plan, m, cost, step)
+        if step.phase is Phase.COMPUTE:
+            (rank,) = members
+            there = received[rank, step.node, step.round]
+            clocks[rank][0] = max(clocks[rank][0], there) + took
+            return
+        if step.phase is Phase.NATIVE:  # nothing of anybody's is on its way
+            end = max(max([*clocks[rank], *sent[rank]]) for rank in members) + took
+            for rank in members:
+                clocks[rank] = [end, end]
+            return
+        if step.phase is Phase.EPILOGUE:
+            for rank in members:
+                clocks[rank][0] = max(clocks[rank][0], returned.get((rank, step.node), 0.0))
+        elif step.phase is Phase.PROLOGUE and step.round:  # passes on what the last one brought
+            for rank in members:
+                there = received[rank, step.node, step.round - 1]
+                clocks[rank][0] = max(clocks[rank][0], there)
+        if not communicates(step, plan.tree.degree(step.node), splits[step.node]):
+            ends = {rank: clocks[rank][0] for rank in members}
+        else:
+            end = max(max(clocks[rank]) for rank in members) + took
+            ends = dict.fromkeys(members, end)
+            for rank in members:
+                clocks[rank][1] = end
+        for rank, end in ends.items():
+            if step.phase is Phase.EPILOGUE:
+                sent[rank].append(end)
+            elif step.phase is Phase.PROLOGUE:
+                received[rank, step.node, step.round] = end
             else:
-                start = max(max(t, clocks[r][1]) for t, r in zip(times, members, strict=True))
-                end = start + node_phase_us(plan, m, cost, step)
+                returned[rank, step.node] = end
+            if not overlap:
+                clocks[rank][0] = max(clocks[rank][0], end)
+
+    while any(lists):
+        moved = False
+        for rank in range(num_ranks):
+            if not lists[rank]:
+                continue
+            step, members = lists[rank][0], [rank]
+            if communicates(step, plan.tree.degree(step.node), splits[step.node]):
+                members = list(plan.tree.ranks(step.node))
+            if all(lists[member] and lists[member][0] == step for member in members):
+                run(members, step)
                 for member in members:
-                    clocks[member][1] = end
-                    ended[member, step.node, step.phase] = end
-            for member in members:
-                queues[member, queue].popleft()
+                    lists[member].popleft()
+                moved = True
         assert moved, "the lists of steps lock each other up"
-    for (rank, _, phase), end in ended.items():
-        if phase is Phase.EPILOGUE:
-            clocks[rank][0] = max(clocks[rank][0], end)
+    for rank, ends in enumerate(sent):
+        clocks[rank][0] = max([clocks[rank][0], *ends])
 
 
 def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> float:
@@ -134,8 +163,9 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
             sharding_free = max(sharding_free, *(clock[0] for clock in clocks)) + took
         return sharding_free
 
+    orders = choose_orders(plan, cost) if settings.overlap else ALL_ROOT_FIRST
     for m in range(plan.num_micro_batches):
-        redone = plan if settings.saved is None else settings.saved.recomputed(plan)
+        redone = settings.saved.recomputed(plan)
         for pass_ in Pass:
             gathered = shard(settings.gather_us)
             for layer in range(layers):
@@ -143,7 +173,7 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
                     clock[0] = max(clock[0], gathered)
                 if layer + 1 < layers:
                     gathered = shard(settings.gather_us)
-                how = {"overlap": settings.overlap}
+                how = {"overlap": settings.overlap, "orders": orders}
                 if pass_ is Pass.FWD:
                     run_pass(plan, m, cost, pass_, clocks, **how)
                     dense(m, pass_)
@@ -160,7 +190,7 @@ def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> f
     return max(clock[0] for clock in clocks)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) -> None:
     rng = random.Random(seed)
     cost = workstation(12, (1, 3, 6, 12)) if seed % 2 else cluster(8, 8)
@@ -177,9 +207,13 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
     plan = random_plan(rng, cost.tree, lengths)
     if seed % 3 == 0:
         plan = plan_batch(lengths, cost.tree, cost, num_micro_batches=2).plan
+    elif seed % 3 == 1:
+        plan = random_splits(rng, plan, shape.num_heads, shape.num_kv_heads)
+        if seed % 2:
+            plan = random_native_nodes(rng, plan)
     settings = IterationSettings(
         overlap=bool(rng.getrandbits(1)),
-        saved=mark_saved(plan, shape, rng.choice((0.0, 1e6, 1e12))),
+        saved=mark_saved(plan, kept_output(shape), rng.choice((0.0, 1e6, 1e12))),
         gather_us=rng.choice((0.0, 300.0)),
         scatter_us=rng.choice((0.0, 500.0)),
     )
@@ -217,21 +251,33 @@ def test_without_nesting_the_step_is_the_planner_s_prediction() -> None:
         assert simulate_plan(plan, cost).step_us == pytest.approx(cost.score(plan).load_us)
 
 
-def test_saving_more_recomputes_less_and_budgets_hold_on_every_rank() -> None:
+@pytest.mark.parametrize("length", [96, 2016, 30_048, 300_000])
+@pytest.mark.parametrize(
+    "split",
+    [
+        *(Split(2), Split(4), Split(16), Split(2, "gather")),
+        *(Split(16, "te-p2p"), Split(16, "te-a2a")),
+    ],
+)
+def test_what_rings_hide_is_the_planner_s_prediction(length: int, split: Split) -> None:
+    cost = cluster(16, 16)
+    node = cost.tree.node(16, 0)
+    plan = Plan.from_nodes(cost.tree, [length, length // 3], [node] * 2, splits={(0, node): split})
+    for overlap in (True, False):
+        how = dataclasses.replace(cost, overlap=overlap)
+        found = simulate_plan(plan, how, IterationSettings(overlap=overlap))
+        assert found.step_us == pytest.approx(how.score(plan).load_us, rel=1e-9)
+
+
+def test_saving_more_recomputes_less() -> None:
     cost = dataclasses.replace(cluster(16, 8), recompute="attention")
     plan = random_plan(random.Random(4), cost.tree, [9000, 30, 4000, 12000, 700, 5000, 60])
-    per_token = saved_bytes_per_token(cost.shape)
-    before = float("inf")
-    for budget in (0.0, 1500.0 * per_token, 4000.0 * per_token, 1e15):
-        marks = mark_saved(plan, cost.shape, budget)
-        assert marks.rank_bytes <= budget
-        held = [0] * 16
-        for rank in range(16):
-            for sample, start, stop in rank_layout(plan, rank).segments:
-                held[rank] += (stop - start) * int(marks.is_saved[sample])
-        assert marks.rank_bytes == pytest.approx(max(held) * per_token)
-        redone = float(simulate_plan(plan, cost, IterationSettings(saved=marks)).recompute_us.sum())
-        assert redone <= before
+    output, before = kept_output(cost.shape), float("inf")
+    for tokens in (0.0, 3000.0, 6000.0, float("inf")):
+        saved = mark_saved(plan, output, tokens * output.bytes_per_token)
+        settings = IterationSettings(saved=saved)
+        redone = float(simulate_plan(plan, cost, settings).recompute_us.sum())
+        assert redone < before
         before = redone
     assert before == 0.0
 
@@ -247,17 +293,60 @@ def test_ranks_that_hold_nothing_do_not_hold_others_up() -> None:
     assert simulate_plan(Plan.from_nodes(tree, [], []), cost).step_us == cost.profile.bias_us
 
 
-def test_every_rank_s_schedule_is_the_longest_path_s_without_what_it_lacks() -> None:
-    tree = SPTree(8, (1, 2, 4, 8))
-    plan = random_plan(random.Random(9), tree, [50, 60, 70, 80, 90, 4, 5, 6])
-    paths = active_paths(plan, 0, dataclasses.replace(cluster(8, 8), tree=tree))
-    rows = [Node(row, 0) for row in range(paths.num_rows)]
-    whole = build_schedule(rows, Pass.FWD, overlap=True)
-    for rank in range(8):
-        own = build_schedule(plan.active_path(rank, 0), Pass.FWD, overlap=True)
-        active = plan.active_path(rank, 0)
-        kept = [step for step in whole if step.node.depth < len(active)]
-        assert [(active[s.node.depth], s.phase) for s in kept] == [(s.node, s.phase) for s in own]
+@pytest.mark.parametrize("seed", range(20))
+def test_all_ranks_steps_in_one_order_are_every_rank_s_own_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = SPTree(8, rng.choice(((1, 2, 4, 8), (1, 2, 4))))
+    plan = random_splits(rng, random_plan(rng, tree, [50, 60, 70, 80, 90, 4, 5, 6]), 8, 2)
+    plan = random_native_nodes(rng, plan) if seed % 2 else plan
+    orders, nodes = random_orders(rng, plan), list(tree.nodes())
+    cost = dataclasses.replace(cluster(8, 8), tree=tree)
+    for pass_, overlap in itertools.product(Pass, (True, False)):
+        paths = active_paths(plan, 0, cost, orders_of_trees(orders, plan, 0, pass_))
+        steps = paths.order(pass_, overlap)
+        for rank in range(8):
+            active = in_order(plan.active_path(rank, 0), orders.of_rank(0, tree, rank)[pass_])
+            splits = {node: plan.split_of(node, 0) for node in active}
+            own = build_schedule(active, pass_, overlap, splits)
+            kept = [
+                step._replace(node=nodes[paths.node[step.node.depth, rank]])
+                for step, on in steps
+                if on[rank]
+            ]
+            assert kept == list(own)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_chosen_order_never_ends_later_than_root_first(seed: int) -> None:
+    rng = random.Random(seed)
+    cost = workstation(12, (1, 3, 6, 12)) if seed % 2 else cluster(16, 8)
+    cost = dataclasses.replace(
+        cost, profile=dataclasses.replace(cost.profile, inter_bytes_per_s=2e9)
+    )
+    lengths = [int(30_000 ** rng.random()) for _ in range(20)]
+    plan = random_plan(rng, cost.tree, lengths)
+    orders = choose_orders(plan, cost)
+    assert choose_orders(plan, cost) == orders
+    for pass_ in Pass:
+        first, chosen = (
+            layers_end_us(active_paths(plan, 0, cost, listed), pass_, cost)
+            for listed in ((), orders_of_trees(orders, plan, 0, pass_))
+        )
+        by_tree = (cost.tree.num_ranks // cost.tree.max_degree, -1)
+        first_us, chosen_us = (x.reshape(by_tree).max(axis=1) for x in (first, chosen))
+        assert (chosen_us <= first_us).all()
+        changed = [(0, pass_, index) in orders.order_of for index in range(by_tree[0])]
+        assert (chosen_us < first_us).tolist() == changed
+
+
+def test_the_larger_exchange_of_the_root_is_hidden_under_the_leaf() -> None:
+    cost = workstation(4, (1, 2, 4))
+    slow = dataclasses.replace(cost.profile, intra_bytes_per_s=2e7, exchanges={})
+    cost = dataclasses.replace(cost, profile=slow)
+    nodes = [cost.tree.node(4, 0)] + [cost.tree.node(1, rank) for rank in range(4)]
+    plan = Plan.from_nodes(cost.tree, [400, 900, 900, 900, 900], nodes)
+    # q, k, v go out in forward, dq, dk, dv come back in backward: leaf first, then leaf last.
+    assert choose_orders(plan, cost).order_of == {(0, Pass.FWD, 0): (2, 0)}
 
 
 def test_gathering_parameters_takes_what_the_slower_link_allows() -> None:
@@ -368,15 +457,15 @@ def test_planning_for_saved_outputs_takes_the_longest_that_ranks_have_room_for()
     cost = dataclasses.replace(cluster(4, 4), recompute="attention", save_tokens=3000)
     plain = dataclasses.replace(cost, save_tokens=0)
     lengths = np.array([100, 8000, 3900, 5000])
-    spared = plain.sample_us(lengths, Pass.BWD) - cost.sample_us(lengths, Pass.BWD)
+    spared = plain.sample_times(lengths).bwd_us - cost.sample_times(lengths).bwd_us
     # All ranks have room for 12000 tokens: 8000 go in, with 5000 more they would not; one rank has
     # room for 3000, so degree 4 it must be.
     assert (spared > 0).tolist() == [[False] * 3, [False, False, True], [False] * 3, [False] * 3]
     lengths = np.array([100, 8000, 3900])
-    spared = plain.sample_us(lengths, Pass.BWD) - cost.sample_us(lengths, Pass.BWD)
+    spared = plain.sample_times(lengths).bwd_us - cost.sample_times(lengths).bwd_us
     expected = [[True] * 3, [False, False, True], [False, True, True]]
     assert (spared > 0).tolist() == expected
-    assert np.array_equal(plain.sample_us(lengths, Pass.FWD), cost.sample_us(lengths, Pass.FWD))
+    assert np.array_equal(plain.sample_times(lengths).fwd_us, cost.sample_times(lengths).fwd_us)
 
 
 def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
@@ -384,13 +473,14 @@ def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
     tree = SPTree.powers_of_two(16, 16)
     cost = CostModel(load_profile("h200-ib"), model.shape(), tree, recompute="full")
     steps = []
-    for known in (cost, aware_of_saving(cost, 12e9)):
+    output = kept_output(cost.shape)
+    for known in (cost, aware_of_saving(cost, 12e9, output)):
         total = 0.0
         for seed in range(3):
             lengths = draw_batch(load_table("wikipedia"), 500_000, 100_000, seed).lengths
             plan = plan_batch(lengths, tree, known, policy="search").plan
-            marks = mark_saved(plan, cost.shape, 12e9)
-            total += simulate_plan(plan, cost, IterationSettings(saved=marks)).step_us
+            saved = mark_saved(plan, output, 12e9)
+            total += simulate_plan(plan, cost, IterationSettings(saved=saved)).step_us
         steps.append(total)
     assert steps[1] < 0.995 * steps[0]
 
@@ -404,3 +494,14 @@ def test_without_batch_tokens_a_table_gives_32k_a_rank_and_a_short_list_one_batc
     assert data["batches"][0] != data["batches"][1]
     data = run_json(f"{words} 900,50,70", capsys)
     assert data["batches"] == [{"samples": 3, "tokens": 1020}] * 2
+
+
+def test_backends_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate --ranks 8 --batches 1 --policies search --json --heads 5 --kv-heads 5"
+    words += " --lengths 300000,9 --profile h200-ib --backend"
+    steps = {
+        backend: run_json(f"{words} {backend}", capsys)["policies"]["search"]["step_us"][0]
+        for backend in ("ulysses", "ring", "usp", "gather", "auto")
+    }
+    assert steps["auto"] <= min(steps.values()) * 1.001  # a prediction, made before simulating
+    assert 4 * steps["ring"] < steps["ulysses"] and steps["usp"] == steps["ring"]

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from megatron_nsp.mcore.step_log import step_line
+from megatron_nsp.mcore.step_log import ExposedStep, step_line
 from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.recompute import SavedSamples
 from megatron_nsp.sampler import Batch
+from megatron_nsp.split import Split
 from megatron_nsp.step_planner import PlannedStep
 from megatron_nsp.tree import SPTree
 
@@ -30,12 +32,27 @@ def test_a_step_with_everything() -> None:
     # The ranks are busy for 4000, 1000, 2000 and 1000 us: 4000 over the mean of 2000.
     # The step lasts 1100 forward, 2900 backward and the bias of 500 us.
     times = score([1000, 200, 500, 200], [2800, 600, 1300, 600], [100, 100, 100, 100])
-    assert step_line(PlannedStep(41, batch, plan, times, plan_ms=12.34, waited_ms=0.56)) == (
+    step = PlannedStep(41, batch, plan, times, plan_ms=12.34, waited_ms=0.56)
+    assert step_line(step, ExposedStep(40, 7.89)) == (
         "nsp step 42 | samples: 3 | tokens: 50 | targets: 47 | predicted: 4.5 ms | "
         "imbalance: 2.000 | tokens per degree: 1: 20%, 4: 80% | plan: 12.3 ms, waited 0.6 ms | "
         "left out: 4 over-long (7777 tokens: documents 11, 5, 8 and 1 more) | "
-        "left out: 2 empty | carried to the next step: 2"
+        "left out: 2 empty | carried to the next step: 2 | "
+        "exposed in step 41: 7.9 ms"
     )
+
+
+def test_what_is_saved_is_told_where_there_is_a_budget() -> None:
+    nodes = [TREE.node(4, 0), TREE.node(4, 0), TREE.node(1, 0)]
+    plan = Plan.from_nodes(TREE, [40, 8, 7], nodes)
+    batch, times = Batch(np.arange(3), plan.lengths), score([0] * 4, [0] * 4, [0] * 4)
+    for saved, told in (
+        (SavedSamples({(0, nodes[0]): 1}, 12345), "saved: 40 tokens, at most 0.012 MB a rank"),
+        (SavedSamples({(0, nodes[0]): 2, (0, nodes[2]): 1}, 10**9), "saved: 55 tokens, at most"),
+        (SavedSamples(), "saved: 0 tokens, at most 0.000 MB a rank"),
+    ):
+        assert told in step_line(PlannedStep(0, batch, plan, times, 1.0, saved=saved))
+    assert "saved" not in step_line(PlannedStep(0, batch, plan, times, 1.0))
 
 
 def test_a_step_without_targets_or_work_is_even() -> None:
@@ -46,3 +63,13 @@ def test_a_step_without_targets_or_work_is_even() -> None:
         "predicted: 0.5 ms | imbalance: 1.000 | tokens per degree: 2: 100% | "
         "plan: 1.0 ms, waited 0.0 ms"
     )
+
+
+def test_a_step_whose_nodes_are_not_all_ulysses_says_how_many_are_what() -> None:
+    nodes = [TREE.node(4, 0), TREE.node(2, 0), TREE.node(2, 1), TREE.node(1, 3)]
+    splits = {(0, nodes[0]): Split(2), (0, nodes[1]): Split(2)}
+    plan = Plan.from_nodes(TREE, [9, 9, 9, 9], nodes, splits=splits)
+    step = PlannedStep(
+        0, Batch(np.arange(4), plan.lengths), plan, score([0] * 4, [0] * 4, [0] * 4), 1
+    )
+    assert "| nodes: ulysses: 1, ring: 1, usp: 1" in step_line(step)

@@ -2,16 +2,20 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from megatron_nsp.order import NodeOrders
 from megatron_nsp.plan import IntArray, Plan
 from megatron_nsp.planner.cost import CostModel, ModelShape
 from megatron_nsp.planner.profile import load_profile
 from megatron_nsp.planner.score import PlanScore
 from megatron_nsp.planner.window import plan_batch
+from megatron_nsp.recompute import SavedSamples
 from megatron_nsp.sampler import Batch, BatchSampler
+from megatron_nsp.schedule import Pass
 from megatron_nsp.step_planner import PlannedStep, StepPlanner, plan_carried_first
 from megatron_nsp.tree import SPTree
 
@@ -20,16 +24,16 @@ COST = CostModel(load_profile("h100-ib"), ModelShape.from_hidden(8, 512, 8, 8, 6
 LENGTHS = np.array(random.Random(0).choices(range(1, 101), k=200))
 
 
+def plan_lengths(lengths: IntArray, budget: int | None = None) -> tuple[Plan, PlanScore]:
+    result = plan_batch(lengths, TREE, COST, token_budget=budget)
+    return result.plan, result.score
+
+
 def planner(budget: int | None, plan_ahead: int = 0, first_step: int = 0) -> StepPlanner:
     """A run of 300-token steps; a budget of 60 holds only 240."""
-
-    def plan_lengths(lengths: IntArray) -> tuple[Plan, PlanScore]:
-        result = plan_batch(lengths, TREE, COST, token_budget=budget)
-        return result.plan, result.score
-
     return StepPlanner(
         BatchSampler(LENGTHS, 300, 100, seed=1),
-        lambda batch: plan_carried_first(batch, plan_lengths),
+        lambda batch: plan_carried_first(batch, lambda lengths: plan_lengths(lengths, budget)),
         plan_ahead,
         can_carry=budget is not None,
         first_step=first_step,
@@ -114,6 +118,48 @@ def test_the_digest_sees_documents_of_equal_length() -> None:
     (step,) = steps(None, 1)
     batch = Batch(step.batch.documents[::-1].copy(), step.batch.lengths)
     assert PlannedStep(0, batch, step.plan, step.score, 0.0).digest != step.digest
+
+
+def test_h2_marks_are_made_with_the_plan_and_are_part_of_the_digest() -> None:
+    def mark(plan: Plan) -> SavedSamples:
+        return SavedSamples({(0, node): 1 for node in plan.active_nodes()})
+
+    def plan_batch_(batch: Batch) -> tuple[Plan, PlanScore]:
+        result = plan_batch(batch.lengths, TREE, COST)
+        return result.plan, result.score
+
+    found = []
+    for mark_saved in (mark, mark, lambda plan: SavedSamples()):
+        sampler = BatchSampler(LENGTHS, 300, 100, seed=1)
+        source = StepPlanner(sampler, plan_batch_, 2, can_carry=False, mark_saved=mark_saved)
+        found.append([source.next_step() for _ in range(3)])
+        source.close()
+    for one, other, bare in zip(*found, strict=True):
+        assert one.saved == mark(one.plan) and one.digest == other.digest != bare.digest
+        last = max(one.saved.num_saved)
+        less = SavedSamples({**one.saved.num_saved, last: 0})
+        assert replace(one, saved=less).digest != one.digest
+
+
+def test_the_digest_sees_the_order_of_nodes() -> None:
+    (step,) = steps(None, 1)
+    others = [NodeOrders({(0, pass_, 0): (1, 0)}) for pass_ in Pass]
+    digests = {replace(step, orders=orders).digest for orders in (step.orders, *others)}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("plan_ahead", [0, 2])
+def test_orders_are_chosen_with_the_plan(plan_ahead: int) -> None:
+    source = StepPlanner(
+        BatchSampler(LENGTHS, 300, 100, seed=1),
+        lambda batch: plan_lengths(batch.lengths),
+        plan_ahead,
+        can_carry=False,
+        order_nodes=lambda plan: NodeOrders({(0, Pass.FWD, 0): (plan.num_samples, 0)}),
+    )
+    step = source.next_step()
+    source.close()
+    assert step.orders.of_rank(0, TREE, 3)[Pass.FWD] == (step.plan.num_samples, 0)
 
 
 def test_counts() -> None:

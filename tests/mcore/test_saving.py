@@ -1,0 +1,110 @@
+"""What the flags of recomputation mean for the bytes that a rank keeps."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_nsp.config import NSPConfig
+from megatron_nsp.mcore.model import kept_by, recomputed, recomputed_layers
+from megatron_nsp.mcore.validate import check_saving
+from megatron_nsp.planner.cost import CostModel, ModelShape
+from megatron_nsp.planner.profile import load_profile
+from megatron_nsp.planner.saving import aware_of_saving
+from megatron_nsp.tree import SPTree
+
+SHAPE = ModelShape.from_hidden(6, 64, 8, 2, 16, bytes_per_element=2)
+
+
+def arguments(**changed: object) -> SimpleNamespace:
+    """Megatron's arguments of a model of 12 layers on two pipeline stages."""
+    usual = {
+        "num_layers": 12,
+        "pipeline_model_parallel_size": 2,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_modules": None,
+        "fine_grained_activation_offloading": False,
+        "offload_modules": [],
+    }
+    return SimpleNamespace(**usual | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "layers", "cost_says"),
+    [
+        ({}, 0, "none"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, 6, "full"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, 0, "none"),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 4,
+            },
+            4,
+            "none",
+        ),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 9,
+            },
+            6,
+            "full",
+        ),
+        ({"recompute_granularity": "selective"}, 6, "attention"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 0, "none"),
+        ({"recompute_activations": True}, 6, "attention"),
+        ({"recompute_activations": True, "decoder_last_pipeline_num_layers": 4}, 8, "attention"),
+        (
+            {
+                "recompute_activations": True,
+                "pipeline_model_parallel_size": 4,
+                "decoder_first_pipeline_num_layers": 1,
+                "decoder_last_pipeline_num_layers": 2,
+            },
+            5,
+            "attention",
+        ),
+    ],
+)
+def test_recomputed_layers_of_the_stage_that_has_most(
+    changed: dict[str, object], layers: int, cost_says: str
+) -> None:
+    args = arguments(**changed)
+    assert recomputed_layers(args) == layers
+    if "recompute_activations" in changed:  # as Megatron's validation leaves it
+        args = arguments(**changed | {"recompute_granularity": "selective"})
+    assert recomputed(args) == cost_says
+
+
+def test_the_output_costs_nothing_where_attention_alone_is_recomputed() -> None:
+    full = arguments(recompute_granularity="full", recompute_method="uniform")
+    assert kept_by(full, SHAPE).bytes_per_token == 6 * (8 * 16 * 2 + 8 * 4)
+    selective = arguments(recompute_granularity="selective")
+    assert kept_by(selective, SHAPE).bytes_per_token == 6 * 8 * 4
+    moved = {"fine_grained_activation_offloading": True, "offload_modules": ["attn_proj"]}
+    offloaded = arguments(recompute_granularity="selective", **moved)  # it is freed meanwhile
+    assert kept_by(offloaded, SHAPE).bytes_per_token == kept_by(full, SHAPE).bytes_per_token
+
+
+def test_a_kernel_that_gives_no_lse_can_save_nothing() -> None:
+    args = arguments(recompute_granularity="selective")
+    blind = SimpleNamespace(name="blind", returns_lse=False)
+    check_saving(args, NSPConfig(), blind)
+    message = "^--nsp-kernel blind gives no LSE, which --nsp-save-budget-gb 2 needs$"
+    with pytest.raises(ValueError, match=message):
+        check_saving(args, NSPConfig(save_budget_gb=2.0), blind)
+
+
+def test_the_planner_counts_on_as_many_tokens_as_the_budget_has_room_for() -> None:
+    cost = CostModel(load_profile("h100-ib"), SHAPE, SPTree(4, (1, 2, 4)), recompute="full")
+    output = kept_by(arguments(recompute_granularity="full", recompute_method="uniform"), SHAPE)
+    budget = 1000 * output.bytes_per_token
+    assert aware_of_saving(cost, budget, output).save_tokens == 1000
+    assert aware_of_saving(cost, budget - 1, output).save_tokens == 999
+    assert aware_of_saving(cost, float("inf"), output).save_tokens == 2**31 - 1
