@@ -16,6 +16,15 @@ def hybrid_layers(args: argparse.Namespace) -> str:
     return (args.hybrid_layer_pattern or "").replace("|", "")
 
 
+def hybrid_stages(args: argparse.Namespace) -> list[str]:
+    """The layers of each pipeline stage of a hybrid model: equal shares where | marks none."""
+    pattern, stages = args.hybrid_layer_pattern, args.pipeline_model_parallel_size
+    if "|" in pattern:
+        return list(pattern.split("|"))
+    size = -(-len(pattern) // stages)
+    return [pattern[size * stage : size * (stage + 1)] for stage in range(stages)]
+
+
 def check_hybrid(args: argparse.Namespace) -> None:
     """Refuses layers of a hybrid model that cannot run on a part of a sample.
 
@@ -38,6 +47,12 @@ def check_hybrid(args: argparse.Namespace) -> None:
         )
     if not set(pattern) & set(ATTENTION_LAYERS):
         raise ValueError(f"--hybrid-layer-pattern {pattern} holds no attention layer, * or +")
+    stages = args.pipeline_model_parallel_size
+    if "|" in pattern and pattern.count("|") + 1 != stages:
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern} marks {pattern.count('|') + 1} stages, "
+            f"--pipeline-model-parallel-size is {stages}"
+        )
     args.num_layers = len(hybrid_layers(args))  # as Megatron does later
     if "+" in pattern:
         args.multi_latent_attention = True

@@ -9,7 +9,7 @@ from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models.gpt import default_layer_spec
 
-from megatron_nsp.mcore.check_layers import ATTENTION_LAYERS, hybrid_layers
+from megatron_nsp.mcore.check_layers import ATTENTION_LAYERS, hybrid_layers, hybrid_stages
 from megatron_nsp.mcore.rope import use_positions
 from megatron_nsp.mcore.spec import (
     exchange_core_attention,
@@ -108,18 +108,19 @@ def layer_windows(args: argparse.Namespace) -> list[int]:
 
 
 def layer_counts(args: argparse.Namespace) -> tuple[int, int, int]:
-    """Layers with attention, with an MLP and with experts; those of the largest pipeline stage.
+    """Layers with attention, with an MLP and with experts.
 
-    Megatron deals layers to stages by their number, so that stages of a hybrid model may hold
-    unequal shares of a kind; each kind is counted as if all stages had as many as the fullest.
+    Stages of a hybrid model may hold unequal shares of a kind: each kind is counted as if all
+    stages had as many as the one with most.
     """
-    pattern = hybrid_layers(args)
-    if not pattern:
+    if args.hybrid_layer_pattern is None:
         experts = args.num_layers if args.num_experts else 0
         return args.num_layers, args.num_layers - experts, experts
-    stages = args.pipeline_model_parallel_size
-    counts = (sum(pattern.count(kind) for kind in kinds) for kinds in (ATTENTION_LAYERS, "-", "E"))
-    layers, mlps, experts = (-(-count // stages) * stages for count in counts)
+    stages = hybrid_stages(args)
+    layers, mlps, experts = (
+        len(stages) * max(sum(stage.count(kind) for kind in kinds) for stage in stages)
+        for kinds in (ATTENTION_LAYERS, "-", "E")
+    )
     return layers, mlps, experts
 
 
@@ -175,7 +176,10 @@ def kept_by(args: argparse.Namespace, shape: ModelShape) -> KeptOutput:
         args: validated Megatron arguments.
         shape: the model.
     """
-    output = replace(kept_output(shape), num_layers=recomputed_layers(args))
+    num_layers = recomputed_layers(args)
+    if args.hybrid_layer_pattern is not None:  # not all of its layers have attention
+        num_layers = min(num_layers, shape.num_layers)
+    output = replace(kept_output(shape), num_layers=num_layers)
     return replace(output, row_bytes=0) if output_stays(args) else output
 
 

@@ -83,6 +83,7 @@ BAD = {
     "--hybrid-layer-pattern M*-": r"pattern M\*-: M cannot be used: only attention",
     "--hybrid-layer-pattern *-GD/**": "pattern .*: /DG cannot be used: only attention",
     "--hybrid-layer-pattern=-E": r"--hybrid-layer-pattern -E holds no attention layer, \* or \+",
+    "--hybrid-layer-pattern *-|*-": "marks 2 stages, --pipeline-model-parallel-size is 1",
     "--hybrid-override-pattern *-": "--hybrid-override-pattern is deprecated: give --hybrid-layer",
     "--hybrid-layer-pattern *-": "--hybrid-layer-pattern needs Transformer Engine, which is not",
     "--spec nowhere SPEC": "--spec nowhere SPEC cannot be imported",

@@ -176,10 +176,11 @@ def test_the_planner_knows_the_windows() -> None:
 
 def test_the_planner_knows_the_layers_of_a_hybrid_model() -> None:
     pattern = {"hybrid_layer_pattern": "*-*E-|*E", "num_layers": 7, "num_experts": 4}
+    pattern |= {"pipeline_model_parallel_size": 2}
     sizes = {"ffn_hidden_size": 300, "moe_ffn_hidden_size": 60}
     args = model_args(**pattern, **sizes, window_size=(9, 0), window_attn_skip_freq=3)
     model = model_of(args)  # type: ignore[arg-type]
-    assert (model.num_layers, model.ffn_hidden, model.shared_width) == (3, 40, 200)
+    assert (model.num_layers, model.ffn_hidden, model.shared_width) == (4, 30, 300)
     assert model.num_windowed_layers == 1  # layers 1, 3 and 6, of which 3 and 6 are skipped
     dense = model_args(hybrid_layer_pattern="*-*---", num_layers=6, ffn_hidden_size=300)
     assert model_of(dense).ffn_hidden == 600  # type: ignore[arg-type]
