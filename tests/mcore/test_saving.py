@@ -19,6 +19,7 @@ def arguments(**changed: object) -> SimpleNamespace:
     """Megatron's arguments of a model of 12 layers on two pipeline stages."""
     usual = {
         "num_layers": 12,
+        "hybrid_layer_pattern": None,
         "pipeline_model_parallel_size": 2,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
