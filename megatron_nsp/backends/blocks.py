@@ -3,8 +3,7 @@
 Made once for a micro-batch and used by every layer and pass.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -94,8 +93,26 @@ class Block:
             rows.is_causal,
         )
 
+    def mask_of(self, mask: AttentionMask) -> AttentionMask:
+        """The mask of this call in a layer with `mask`."""
+        return mask if self.is_causal else replace(mask, is_causal=False, window_left=None)
 
-Rounds = tuple[tuple[Block, ...], ...]
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """One round of a node.
+
+    Attributes:
+        blocks: its kernel calls.
+        returned: the rows of this rank's own keys whose gradients come back in a ring, from the
+            member that used them in this round; None where none or all of them do.
+    """
+
+    blocks: tuple[Block, ...] = ()
+    returned: Rows | None = None
+
+
+Rounds = tuple[Round, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,30 +156,20 @@ def node_rounds(part: NodeSlice, mask: AttentionMask) -> Rounds:
     if split.ring_degree == 1:
         samples = SampleBounds(part.cu_seqlens)
         everything = Rows(None, part.stream_tokens)
-        return ((Block(everything, everything, samples, mask.is_causal),),)
+        return (Round((Block(everything, everything, samples, mask.is_causal),)),)
     if split.outer == "gather":
         blocks = gather_blocks(part, mask.is_causal, mask.window_left)
-        return ((), _calls(blocks, part.stream_tokens, sum(streams)))
-    return tuple(
-        _calls(
-            (ring_block(part, part.member, source, mask.is_causal),),
-            part.stream_tokens,
-            streams[source],
-        )
-        for source in ((part.member - r) % split.ring_degree for r in range(split.ring_degree))
-    )
+        return Round(), Round(_calls(blocks, part.stream_tokens, sum(streams)))
+    rounds = []
+    for number in range(split.ring_degree):
+        source = (part.member - number) % split.ring_degree
+        user = (part.member + number) % split.ring_degree
+        block = ring_block(part, part.member, source, mask.is_causal)
+        used = ring_block(part, user, part.member, mask.is_causal).kv_rows
+        calls = _calls((block,), part.stream_tokens, streams[source])
+        rounds.append(Round(calls, Rows.of(used, part.stream_tokens) if number else None))
+    return tuple(rounds)
 
 
 def _calls(blocks: tuple[BlockRows, ...], num_queries: int, num_keys: int) -> tuple[Block, ...]:
     return tuple(Block.of(rows, num_queries, num_keys) for rows in blocks if len(rows.q_lengths))
-
-
-def returned_rows(part: NodeSlice, is_causal: bool) -> Callable[[int], Rows]:
-    """The rows of this member's keys whose gradients come back in round r of a ring."""
-
-    def of_round(number: int) -> Rows:
-        user = (part.member + number) % part.ring_degree
-        rows = ring_block(part, user, part.member, is_causal).kv_rows
-        return Rows.of(rows, part.stream_tokens)
-
-    return of_round

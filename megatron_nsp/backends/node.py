@@ -7,6 +7,7 @@ With one ring member there is one round of one call: Ulysses. With more, what th
 same queries is merged by LSE in the precision of the LSE. Shapes are those of `ulysses.py`.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +81,55 @@ class Merged:
         rows.put(self.lse_hS, lse, dim=1)
 
 
-class NodeForward:
+class _Rounds(ABC):
+    """What both passes do with the tensors and the keys of their rounds.
+
+    Args:
+        call: the node.
+    """
+
+    def __init__(self, call: NodeCall) -> None:
+        self.call = call
+        self._keys: KeyExchange | None = None
+        self._held: dict[int, KeysValues] = {}
+
+    @property
+    def keys(self) -> KeyExchange:
+        """How keys get around; only nodes with several ring members have later rounds."""
+        assert self._keys is not None, f"{self.call.part.split} has one round"
+        return self._keys
+
+    @abstractmethod
+    def to_heads(self) -> ToHeads:
+        """What the pass sends to the ranks of its ring member first."""
+
+    @abstractmethod
+    def begin(self, received: list[Tensor]) -> KeysValues:
+        """Takes what came back; returns the keys and values of the first round."""
+
+    def prologue(self, number: int) -> Exchange:
+        """See `NodePass.prologue`."""
+        if number:
+            return self.keys.forth(number, self._held[number - 1])
+        self._to_heads = self.to_heads()
+        return self._to_heads.exchange
+
+    def receive(self, number: int, received: Tensor) -> None:
+        """See `NodePass.receive`."""
+        if number:
+            self._held[number] = self.keys.unpack(number, received)
+            return
+        self._held[0] = own = self.begin(self._to_heads.unpack(received))
+        del self._to_heads
+        self._keys = _key_exchange(self.call, *own)
+
+    def held(self, number: int) -> KeysValues:
+        """The keys and values of a round; those before it have been passed on by now."""
+        self._held.pop(number - 1, None)
+        return self._held[number]
+
+
+class NodeForward(_Rounds):
     """Forward of one node; `state` afterwards holds what backward needs.
 
     Args:
@@ -95,52 +144,39 @@ class NodeForward:
         self, call: NodeCall, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, out_THV: Tensor
     ) -> None:
         """Communicates nothing."""
-        self.call = call
+        super().__init__(call)
         self._inputs = [q_THD, k_TKD, v_TKV]
         self._out_THV = out_THV
-        self._keys: KeyExchange | None = None
-        self._held: dict[int, KeysValues] = {}
         self._merged: Merged | None = None
 
-    def prologue(self, number: int) -> Exchange:
-        """See `NodePass.prologue`."""
-        if number:
-            assert self._keys is not None
-            return self._keys.forth(number, self._held[number - 1])
-        rows = [self.call.part.rank_tokens] * 3
-        self._to_heads = ToHeads(self.call.part, self.call.group, self._inputs, rows)
-        return self._to_heads.exchange
+    def to_heads(self) -> ToHeads:
+        """See `_Rounds.to_heads`."""
+        part = self.call.part
+        return ToHeads(part, self.call.group, self._inputs, [part.rank_tokens] * 3)
 
-    def receive(self, number: int, received: Tensor) -> None:
-        """See `NodePass.receive`."""
-        if number:
-            assert self._keys is not None
-            self._held[number] = self._keys.unpack(number, received)
-            return
-        self._q_ShD, *own = self._to_heads.unpack(received)
-        del self._to_heads
-        self._held[0] = self._own = (own[0], own[1])
-        self._keys = _key_exchange(self.call, *self._own)
-        if self._keys is not None:
+    def begin(self, received: list[Tensor]) -> KeysValues:
+        """See `_Rounds.begin`."""
+        self._q_ShD, *own = received
+        self._own = own[0], own[1]
+        if self.call.part.ring_degree > 1:
             self._merged = Merged(self._q_ShD, own[1].shape[2])
+        return self._own
 
     def compute(self, number: int) -> None:
         """See `NodePass.compute`."""
-        call, (k, v) = self.call, self._held[number]
-        for block in call.rounds[number]:
-            mask = call.mask if block.is_causal else call.mask.without_causality()
+        call, (k, v) = self.call, self.held(number)
+        for block in call.rounds[number].blocks:
             out, lse = call.kernel.forward(
                 block.q_rows.take(self._q_ShD),
                 block.kv_rows.take(k),
                 block.kv_rows.take(v),
                 block.samples,
-                mask,
+                block.mask_of(call.mask),
             )
             if self._merged is None:
                 self._out, self._lse = out, lse
             else:
                 self._merged.merge(block.q_rows, out, lse)
-        self._held.pop(number - 1, None)  # passed on, at the latest just before this round
 
     def give_back(self, number: int) -> Exchange:
         """Forward returns nothing."""
@@ -179,7 +215,7 @@ class Gradients:
     dsink_H: Tensor | None = None
 
 
-class NodeBackward:
+class NodeBackward(_Rounds):
     """Backward of one node.
 
     Args:
@@ -201,55 +237,45 @@ class NodeBackward:
         grads: Gradients,
     ) -> None:
         """Communicates nothing."""
-        self.call, self._state, self._saved, self._grads = call, state, saved, grads
+        super().__init__(call)
+        self._state, self._saved, self._grads = state, saved, grads
         self._sent = [dout_THV]
         if saved is not None:
             self._sent += [*inputs, saved.out_THV]
-        self._keys: KeyExchange | None = None
-        self._held: dict[int, KeysValues] = {}
+        self._totals: tuple[Tensor, ...] | None = None
         self._returning: dict[int, list[KeysValues]] = {}
 
-    def prologue(self, number: int) -> Exchange:
-        """See `NodePass.prologue`."""
-        if number:
-            assert self._keys is not None
-            return self._keys.forth(number, self._held[number - 1])
+    def to_heads(self) -> ToHeads:
+        """See `_Rounds.to_heads`."""
         part, rows = self.call.part, [self.call.part.rank_tokens]
         if self._saved is not None:
             rest = part.without_first(self._saved.num_samples).rank_tokens
             first = tuple(a - b for a, b in zip(part.rank_tokens, rest, strict=True))
             rows += [first] * 4
-        self._to_heads = ToHeads(part, self.call.group, self._sent, rows)
-        return self._to_heads.exchange
+        return ToHeads(part, self.call.group, self._sent, rows)
 
-    def receive(self, number: int, received: Tensor) -> None:
-        """See `NodePass.receive`."""
-        if number:
-            assert self._keys is not None
-            self._held[number] = self._keys.unpack(number, received)
-            return
-        self._dout_ShV, *gathered = self._to_heads.unpack(received)
-        del self._to_heads, self._sent
+    def begin(self, received: list[Tensor]) -> KeysValues:
+        """See `_Rounds.begin`."""
+        self._dout_ShV, *gathered = received
+        del self._sent
         if self._saved is not None:
             q, k, v, out = gathered
             first = HeadsState(q, k, v, out, self._saved.lse_hS)
             self._state = first if self._state is None else _joined(first, self._state)
         assert self._state is not None
-        self._held[0] = own = (self._state.k_SnD, self._state.v_SnV)
-        self._keys = _key_exchange(self.call, *own)
-        self._totals: tuple[Tensor, ...] | None = None
-        if self._keys is not None:
+        own = (self._state.k_SnD, self._state.v_SnV)
+        if self.call.part.ring_degree > 1:
             dtype = lse_dtype(own[0].dtype)
             tensors = (self._state.q_ShD, *own)
             self._totals = tuple(torch.zeros_like(x, dtype=dtype) for x in tensors)
+        return own
 
     def compute(self, number: int) -> None:
         """See `NodePass.compute`."""
-        call, state, (k, v) = self.call, self._state, self._held[number]
+        call, state, (k, v) = self.call, self._state, self.held(number)
         assert state is not None
-        for block in call.rounds[number]:
+        for block in call.rounds[number].blocks:
             q_rows, kv_rows = block.q_rows, block.kv_rows
-            mask = call.mask if block.is_causal else call.mask.without_causality()
             dq, dk, dv = call.kernel.backward(
                 q_rows.take(self._dout_ShV),
                 q_rows.take(state.q_ShD),
@@ -258,7 +284,7 @@ class NodeBackward:
                 q_rows.take(state.out_ShV),
                 q_rows.take(state.lse_hS, dim=1),
                 block.samples,
-                mask,
+                block.mask_of(call.mask),
             )
             if self._totals is None:
                 self._dqkv: tuple[Tensor, ...] = (dq, dk, dv)
@@ -269,17 +295,15 @@ class NodeBackward:
             else:
                 kv_rows.add(self._totals[1], dk)
                 kv_rows.add(self._totals[2], dv)
-        self._held.pop(number - 1, None)
 
     def give_back(self, number: int) -> Exchange:
         """See `NodePass.give_back`."""
-        assert self._keys is not None
-        return self._keys.back(number, self._returning.pop(number, []))
+        return self.keys.back(number, self._returning.pop(number, []))
 
     def take_back(self, number: int, received: Tensor) -> None:
         """See `NodePass.take_back`."""
-        assert self._keys is not None and self._totals is not None
-        self._keys.add(number, received, (self._totals[1], self._totals[2]))
+        assert self._totals is not None
+        self.keys.add(number, received, (self._totals[1], self._totals[2]))
 
     def epilogue(self) -> Exchange:
         """See `NodePass.epilogue`."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nsp.backends.base import Exchange, NodeCall
-from megatron_nsp.backends.blocks import Rows, returned_rows
+from megatron_nsp.backends.blocks import Rows
 from megatron_nsp.backends.ulysses import among
 from megatron_nsp.kernels.base import lse_dtype
 from megatron_nsp.layout import NodeSlice
@@ -91,13 +91,16 @@ class Ring:
         """Communicates nothing."""
         self._members = _Members(call, k_SnD, v_SnV)
         self._rows = call.part.member_tokens
-        self._kv_rows = [blocks[0].kv_rows.count if blocks else 0 for blocks in call.rounds]
-        self._returned = returned_rows(call.part, call.mask.is_causal)
-        self._to_add: dict[int, Rows] = {}
+        self._rounds = call.rounds
 
     def _source(self, number: int) -> int:
         part = self._members.part
         return (part.member - number) % part.ring_degree
+
+    def _returned(self, number: int) -> Rows:
+        rows = self._rounds[number].returned
+        assert rows is not None, f"{number=}"
+        return rows
 
     def forth(self, number: int, held: KeysValues) -> Exchange:
         """See `KeyExchange.forth`."""
@@ -112,16 +115,16 @@ class Ring:
 
     def back(self, number: int, gradients: Sequence[KeysValues]) -> Exchange:
         """See `KeyExchange.back`."""
-        member, rows = self._members.part.member, self._returned(number)
-        self._to_add[number] = rows
-        send = self._members.flat(gradients)
+        member, used = self._members.part.member, self._rounds[number].blocks
+        send, num_used = self._members.flat(gradients), sum(block.kv_rows.count for block in used)
+        num_returned = self._returned(number).count
         return self._members.exchange(
-            send, {member - number: self._kv_rows[number]}, {member + number: rows.count}
+            send, {member - number: num_used}, {member + number: num_returned}
         )
 
     def add(self, number: int, received: Tensor, totals: KeysValues) -> None:
         """See `KeyExchange.add`."""
-        rows = self._to_add.pop(number)
+        rows = self._returned(number)
         (values,) = self._members.split(received, [rows.count])
         for total, value in zip(totals, values, strict=True):
             rows.add(total, value)
@@ -137,7 +140,7 @@ class Gather:
         """Communicates nothing."""
         self._members = _Members(call, k_SnD, v_SnV)
         self._rows, self._own = call.part.member_tokens, (k_SnD, v_SnV)
-        self._blocks = call.rounds[1]
+        self._blocks = call.rounds[1].blocks
 
     def _others(self) -> list[int]:
         part = self._members.part

@@ -6,7 +6,7 @@ output.
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -42,10 +42,6 @@ class AttentionMask:
                 f"a sliding window needs a causal mask and at least 0 tokens, got "
                 f"{self.window_left} with is_causal={self.is_causal}"
             )
-
-    def without_causality(self) -> "AttentionMask":
-        """The mask of a call whose queries see all of its keys."""
-        return replace(self, is_causal=False, window_left=None)
 
 
 class SampleBounds:

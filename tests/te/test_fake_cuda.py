@@ -131,7 +131,10 @@ def test_te_is_called_once_a_node_with_local_heads_and_no_cp(
     by_tokens = {call["q"].shape[0]: call for call in extension.calls}
     parts = {part.degree: part for part in batch.layout.slices}
     for degree, lengths in placed.items():
-        call, samples = by_tokens[sum(lengths)], batch.rounds(parts[degree], mask)[0][0].samples
+        call, samples = (
+            by_tokens[sum(lengths)],
+            batch.rounds(parts[degree], mask)[0].blocks[0].samples,
+        )
         local = (NUM_HEADS // degree, max(NUM_KV_HEADS // degree, 1))
         assert call["q"].shape == (sum(lengths), local[0], HEAD_DIM)
         assert call["k"].shape == call["v"].shape == (sum(lengths), local[1], HEAD_DIM)
