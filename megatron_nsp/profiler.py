@@ -37,10 +37,14 @@ from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import AttentionKernel, AttentionMask, SampleBounds
 from megatron_nsp.layout import rank_layout
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner.cost import BWD_ATTENTION_FACTOR, BWD_DENSE_FACTOR, ulysses_sent_bytes
+from megatron_nsp.planner.cost import BWD_DENSE_FACTOR
 from megatron_nsp.planner.models import Model
 from megatron_nsp.planner.profile import AttentionRate, ExchangeRate, Profile
-from megatron_nsp.planner.split_cost import sent_bytes_per_token
+from megatron_nsp.planner.split_cost import (
+    BWD_ATTENTION_FACTOR,
+    sent_bytes_per_token,
+    ulysses_sent_bytes,
+)
 from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.split import ULYSSES, Split
 

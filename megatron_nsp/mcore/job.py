@@ -18,11 +18,12 @@ from megatron_nsp.mcore.model import kept_by, model_shape, recomputed
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
 from megatron_nsp.order import ALL_ROOT_FIRST
 from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.cost import CostModel, ModelShape
+from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.policies import check_can_train
 from megatron_nsp.planner.profile import Profile, load_profile
 from megatron_nsp.planner.saving import aware_of_saving
 from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.planner.shape import ModelShape
 from megatron_nsp.planner.window import plan_batch, policy_names
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples, mark_saved
 from megatron_nsp.replay import PlanRecorder, PlanReplay

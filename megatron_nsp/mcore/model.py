@@ -17,9 +17,9 @@ from megatron_nsp.mcore.spec import (
     nested_spec,
     output_stays,
 )
-from megatron_nsp.planner.cost import ModelShape
 from megatron_nsp.planner.models import Model
 from megatron_nsp.planner.saving import kept_output
+from megatron_nsp.planner.shape import ModelShape
 from megatron_nsp.recompute import KeptOutput
 
 

@@ -3,11 +3,13 @@
 `plan_batch` is the way in; the rest of the system needs only what is exported here.
 """
 
-from megatron_nsp.planner.cost import CostModel, ModelShape, ulysses_sent_bytes
+from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.memory import MemoryPlan, token_budget
 from megatron_nsp.planner.models import MODELS, Model, known_model
 from megatron_nsp.planner.profile import Profile, load_profile
 from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.planner.shape import ModelShape
+from megatron_nsp.planner.split_cost import ulysses_sent_bytes
 from megatron_nsp.planner.window import PlanReport, PlanResult, plan_batch, policy_names
 
 __all__ = [

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from megatron_nsp.config import BACKENDS
 from megatron_nsp.plan import CARRIED, IntArray, Plan
-from megatron_nsp.planner.profile import FittedModel, Profile
+from megatron_nsp.planner.profile import Profile
 from megatron_nsp.planner.score import (
     FloatArray,
     NodeTimes,
@@ -44,10 +44,8 @@ from megatron_nsp.planner.score import (
     SampleTimes,
     node_numbers,
 )
-from megatron_nsp.planner.shape import ModelShape as ModelShape
-from megatron_nsp.planner.split_cost import BWD_ATTENTION_FACTOR as BWD_ATTENTION_FACTOR
-from megatron_nsp.planner.split_cost import SplitCost, possible_splits, priced_as
-from megatron_nsp.planner.split_cost import ulysses_sent_bytes as ulysses_sent_bytes
+from megatron_nsp.planner.shape import ModelShape
+from megatron_nsp.planner.split_cost import SplitCost, fitted_share, possible_splits, priced_as
 from megatron_nsp.schedule import Pass
 from megatron_nsp.split import ULYSSES, Split
 from megatron_nsp.tree import SPTree
@@ -58,10 +56,6 @@ RECOMPUTE = ("none", "attention", "full")
 
 BWD_DENSE_FACTOR = 2.0
 """Backward flops of a linear layer over forward: gradients of input and weight."""
-
-
-def _share(fitted: FittedModel, pass_: Pass) -> float:
-    return fitted.fwd_share if pass_ is Pass.FWD else 1.0 - fitted.fwd_share
 
 
 @dataclass(frozen=True)
@@ -127,6 +121,15 @@ class CostModel:
         """Whether there is nothing to choose: no node may have ring members."""
         return all(splits == (ULYSSES,) for splits in self.splits)
 
+    @cached_property
+    def ulysses_degrees(self) -> tuple[int, ...]:
+        """The degrees that Ulysses can serve."""
+        return tuple(
+            degree
+            for degree, splits in zip(self.tree.degrees, self.splits, strict=True)
+            if ULYSSES in splits
+        )
+
     def of(self, degree: int, split: Split = ULYSSES) -> SplitCost:
         """What the attention of nodes of this degree costs, split in this way."""
         return SplitCost(self.profile, self.shape, degree, priced_as(split), self.overlap)
@@ -135,7 +138,7 @@ class CostModel:
         """Time of one token outside attention: projections, MLPs, experts, output layer."""
         shape, fitted = self.shape, self.profile.fitted
         if fitted is not None:
-            return _share(fitted, pass_) * fitted.linear_us
+            return fitted_share(fitted, pass_) * fitted.linear_us
         flops = shape.num_layers * (shape.dense_flops_per_token - shape.expert_flops_per_token)
         flops += shape.output_flops_per_token
         factor = 1.0 if pass_ is Pass.FWD else BWD_DENSE_FACTOR
@@ -272,12 +275,7 @@ class CostModel:
         then every degree with its best split if that makes a difference: so that no plan is worse
         for the choice.
         """
-        best = self.sample_times(lengths)
-        served = tuple(
-            degree
-            for degree, splits in zip(self.tree.degrees, self.splits, strict=True)
-            if ULYSSES in splits
-        )
+        best, served = self.sample_times(lengths), self.ulysses_degrees
         if self.backend != "auto" or self.is_ulysses:
             return [best]
         plain = replace(self, backend="ulysses", tree=SPTree(self.tree.num_ranks, served))

@@ -6,7 +6,7 @@ pipeline and expert parallelism.
 
 from dataclasses import dataclass
 
-from megatron_nsp.planner.cost import ModelShape
+from megatron_nsp.planner.shape import ModelShape
 
 
 @dataclass(frozen=True)

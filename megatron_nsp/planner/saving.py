@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from megatron_nsp.config import MOST_TOKENS
-from megatron_nsp.planner.cost import CostModel, ModelShape
+from megatron_nsp.planner.cost import CostModel
+from megatron_nsp.planner.shape import ModelShape
 from megatron_nsp.recompute import KeptOutput
 
 

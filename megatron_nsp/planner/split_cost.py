@@ -183,7 +183,9 @@ class SplitCost:
         shape, fitted, calls = self.shape, self.profile.fitted, self.num_calls
         tokens = np.asarray(lengths, dtype=np.float64)
         if fitted is not None:
-            return tokens * tokens * (_share(fitted, pass_) * fitted.quadratic_us / self.degree)
+            return (
+                tokens * tokens * (fitted_share(fitted, pass_) * fitted.quadratic_us / self.degree)
+            )
         factor = 1.0 if pass_ is Pass.FWD else BWD_ATTENTION_FACTOR
         width = shape.head_dim + shape.value_dim
         flops_per_pair = factor * shape.num_heads * width * shape.num_layers
@@ -202,7 +204,7 @@ class SplitCost:
             return 0.0
         if self.profile.fitted is not None:
             is_exchange = phase in (Phase.PROLOGUE, Phase.EPILOGUE)
-            share = 0.5 * _share(self.profile.fitted, pass_) if is_exchange else 0.0
+            share = 0.5 * fitted_share(self.profile.fitted, pass_) if is_exchange else 0.0
             sent = share * self.profile.fitted.exchange_bytes_per_token / self.degree
         else:
             sent = self.shape.num_layers * sent_bytes_per_token(
@@ -275,5 +277,6 @@ class SplitCost:
         return exposed_us
 
 
-def _share(fitted: FittedModel, pass_: Pass) -> float:
+def fitted_share(fitted: FittedModel, pass_: Pass) -> float:
+    """The share of a fitted model's times that belongs to a pass."""
     return fitted.fwd_share if pass_ is Pass.FWD else 1.0 - fitted.fwd_share

@@ -16,7 +16,6 @@ from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.passes import Assignment, Batch
 from megatron_nsp.planner.policies import BatchPolicy, Rival, policies_of, portfolio_of
 from megatron_nsp.planner.score import PlanScore, SampleTimes
-from megatron_nsp.split import ULYSSES
 from megatron_nsp.tree import SPTree
 
 NO_MORE: Mapping[str, BatchPolicy] = MappingProxyType({})
@@ -160,9 +159,8 @@ class _Request:
             token_budget=self.token_budget,
         )
         plans = [plain] if cost.is_ulysses else [with_cheapest_splits(plain, cost)]
-        served = {k for k, splits in enumerate(cost.splits) if ULYSSES in splits}
-        column = cost.tree.num_depths - 1 - plain.depth
-        if plans[0].splits and served.issuperset(column.tolist()):
+        degrees = np.array(cost.tree.degrees)[cost.tree.num_depths - 1 - plain.depth]
+        if plans[0].splits and set(cost.ulysses_degrees).issuperset(degrees.tolist()):
             plans.insert(0, plain)  # what is cheaper for a node may still slow down a pass
         done = [_Finished(policy, each, cost.score(each), assignment.num_passes) for each in plans]
         return min(done, key=lambda one: one.rank)

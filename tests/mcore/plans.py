@@ -8,8 +8,9 @@ import numpy as np
 
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner.cost import CostModel, ModelShape
+from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.profile import load_profile
+from megatron_nsp.planner.shape import ModelShape
 from megatron_nsp.planner.window import plan_batch
 from megatron_nsp.sampler import Batch, BatchSampler
 from megatron_nsp.tree import SPTree

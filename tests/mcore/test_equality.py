@@ -12,7 +12,8 @@ import torch
 
 from megatron_nsp.layout import rank_layout
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner.cost import ModelShape, ulysses_sent_bytes
+from megatron_nsp.planner.shape import ModelShape
+from megatron_nsp.planner.split_cost import ulysses_sent_bytes
 from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.tree import SPTree
 from tests.data_maker import write_documents

@@ -13,9 +13,8 @@ from megatron_nsp.config import BACKENDS, NSPConfig, build_tree
 from megatron_nsp.layout import rank_layout
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch, policy_names
-from megatron_nsp.planner.cost import ulysses_sent_bytes
 from megatron_nsp.planner.profile import AttentionRate, ExchangeRate
-from megatron_nsp.planner.split_cost import SplitCost, sent_bytes_per_token
+from megatron_nsp.planner.split_cost import SplitCost, sent_bytes_per_token, ulysses_sent_bytes
 from megatron_nsp.schedule import Pass, Phase, build_schedule
 from megatron_nsp.split import slice_bounds
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_splits

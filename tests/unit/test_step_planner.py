@@ -9,9 +9,10 @@ import pytest
 
 from megatron_nsp.order import NodeOrders
 from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.cost import CostModel, ModelShape
+from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.profile import load_profile
 from megatron_nsp.planner.score import PlanScore
+from megatron_nsp.planner.shape import ModelShape
 from megatron_nsp.planner.window import plan_batch
 from megatron_nsp.recompute import SavedSamples
 from megatron_nsp.sampler import Batch, BatchSampler
