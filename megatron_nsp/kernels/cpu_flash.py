@@ -11,15 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nsp.kernels.base import (
-    AttentionMask,
-    SampleBounds,
-    check_contiguous,
-    check_heads,
-    hidden_keys,
-    lse_dtype,
-    pad_head_dim,
-)
+from megatron_nsp.kernels.base import AttentionMask, SampleBounds, hidden_keys, lse_dtype
+from megatron_nsp.kernels.padded import PaddedKernel
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -40,13 +33,16 @@ def _mask_arguments(q_SHD: Tensor, k_CKD: Tensor, mask: AttentionMask) -> tuple[
     return False, torch.zeros_like(hidden, dtype=q_SHD.dtype).masked_fill_(hidden, float("-inf"))
 
 
-class CpuFlashKernel:
+class CpuFlashKernel(PaddedKernel):
     """Flash attention on CPU tensors of any float dtype."""
 
     name = "cpu-flash"
-    returns_lse = True
 
-    def forward(
+    def head_dims(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """See `PaddedKernel.head_dims`: one for both, of any size."""
+        return (max(head_dim, value_dim),) * 2
+
+    def run_forward(
         self,
         q_SHD: Tensor,
         k_CKD: Tensor,
@@ -54,12 +50,8 @@ class CpuFlashKernel:
         samples: SampleBounds,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel.forward`."""
-        check_heads(q_SHD, k_CKD)
-        check_contiguous(q_SHD, k_CKD, v_CKV)
-        value_dim, head_dim = v_CKV.shape[2], max(q_SHD.shape[2], v_CKV.shape[2])
-        q_SHD, k_CKD, v_CKV = (pad_head_dim(x, head_dim) for x in (q_SHD, k_CKD, v_CKV))
-        out_SHV = q_SHD.new_empty(*q_SHD.shape[:2], value_dim)
+        """See `PaddedKernel.run_forward`."""
+        out_SHV = torch.empty_like(q_SHD)
         lse_HS = q_SHD.new_empty(q_SHD.shape[1], q_SHD.shape[0], dtype=lse_dtype(q_SHD.dtype))
         for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
             q, k, v = q_SHD[rows], k_CKD[keys], v_CKV[keys]
@@ -71,11 +63,11 @@ class CpuFlashKernel:
                 attn_mask=attn_mask,
                 scale=mask.softmax_scale,
             )
-            out_SHV[rows] = out[0].transpose(0, 1)[..., :value_dim]
+            out_SHV[rows] = out[0].transpose(0, 1)
             lse_HS[:, rows] = lse[0]
         return out_SHV, lse_HS
 
-    def backward(
+    def run_backward(
         self,
         dout_SHV: Tensor,
         q_SHD: Tensor,
@@ -86,13 +78,8 @@ class CpuFlashKernel:
         samples: SampleBounds,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel.backward`."""
-        check_contiguous(dout_SHV, q_SHD, k_CKD, v_CKV, out_SHV)
+        """See `PaddedKernel.run_backward`."""
         grads = torch.empty_like(q_SHD), torch.empty_like(k_CKD), torch.empty_like(v_CKV)
-        head_dim = max(q_SHD.shape[2], v_CKV.shape[2])
-        dout_SHV, q_SHD, k_CKD, v_CKV, out_SHV = (
-            pad_head_dim(x, head_dim) for x in (dout_SHV, q_SHD, k_CKD, v_CKV, out_SHV)
-        )
         for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
             q, k, v = q_SHD[rows], k_CKD[keys], v_CKV[keys]
             is_causal, attn_mask = _mask_arguments(q, k, mask)
@@ -105,5 +92,5 @@ class CpuFlashKernel:
                 scale=mask.softmax_scale,
             )
             for grad, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
-                grad[where] = part[0].transpose(0, 1)[..., : grad.shape[2]]
+                grad[where] = part[0].transpose(0, 1)
         return grads

@@ -1,4 +1,4 @@
-"""What all kernels for GPUs share: checks, padding of head dims, and the window as two numbers."""
+"""What kernels of packages share: checks, padding of head dims, and the window as two numbers."""
 
 from abc import ABC, abstractmethod
 

@@ -14,6 +14,7 @@ from transformer_engine.pytorch import DotProductAttention
 
 from megatron_nsp.kernels.base import AttentionMask, SampleBounds, pad_head_dim
 from megatron_nsp.kernels.padded import round_up, window
+from megatron_nsp.kernels.te_attention import attention_module
 
 
 class TeContextParallel:
@@ -43,7 +44,10 @@ class TeContextParallel:
         dims = round_up(head_dim), round_up(value_dim)
         shape = num_heads, num_kv_heads, *dims, mask.softmax_scale
         if (group, method, *shape) not in self.modules:
-            self.modules[group, method, *shape] = self._module(group, method, *shape)
+            module = attention_module(*shape)
+            ranks = dist.get_process_group_ranks(group)
+            module.set_context_parallel_group(group, ranks, self._stream, method)
+            self.modules[group, method, *shape] = module
         # Bounds and longest length are those of the whole samples, whatever this rank holds. The
         # rows that fill up a sample count as its last tokens, which no other token sees: told that
         # they are none, TE would not take flash-attn 2.
@@ -64,26 +68,3 @@ class TeContextParallel:
         )
         attended: Tensor = out.view(-1, num_heads, dims[1])[..., :value_dim]
         return attended
-
-    def _module(
-        self,
-        group: dist.ProcessGroup,
-        method: str,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        softmax_scale: float,
-    ) -> DotProductAttention:
-        module = DotProductAttention(
-            num_heads,
-            (head_dim, value_dim),
-            num_gqa_groups=num_kv_heads,
-            attention_dropout=0.0,
-            qkv_format="thd",
-            attn_mask_type="padding_causal",
-            softmax_scale=softmax_scale,
-        )
-        ranks = dist.get_process_group_ranks(group)
-        module.set_context_parallel_group(group, ranks, self._stream, method)
-        return module

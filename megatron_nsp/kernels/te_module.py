@@ -11,6 +11,7 @@ from transformer_engine.pytorch import DotProductAttention
 from megatron_nsp.kernels.base import AttentionMask, SampleBounds
 from megatron_nsp.kernels.padded import PaddedKernel, round_up, window
 from megatron_nsp.kernels.te import mask_type
+from megatron_nsp.kernels.te_attention import attention_module
 
 
 class TeModuleKernel(PaddedKernel):
@@ -38,15 +39,7 @@ class TeModuleKernel(PaddedKernel):
         (_, num_heads, head_dim), (_, num_kv_heads, value_dim) = q_SHD.shape, v_CKV.shape
         key = (num_heads, num_kv_heads, head_dim, value_dim, mask.softmax_scale)
         if key not in self.modules:
-            self.modules[key] = DotProductAttention(
-                num_heads,
-                (head_dim, value_dim),
-                num_gqa_groups=num_kv_heads,
-                attention_dropout=0.0,
-                qkv_format="thd",
-                attn_mask_type="padding_causal",
-                softmax_scale=mask.softmax_scale,
-            )
+            self.modules[key] = attention_module(*key)
         out = self.modules[key](
             *(from_the_start(x) for x in (q_SHD, k_CKD, v_CKV)),
             cu_seqlens_q=samples.cu_seqlens(q_SHD.device),
