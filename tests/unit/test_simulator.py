@@ -1,15 +1,12 @@
 """Pure tests of the simulator: against an event loop over every rank's own list of steps."""
 
 import dataclasses
-import itertools
-import json
 import random
 from collections import deque
 
 import numpy as np
 import pytest
 
-from megatron_nsp.cli import main
 from megatron_nsp.order import ALL_ROOT_FIRST, NodeOrders, in_order
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
@@ -19,14 +16,11 @@ from megatron_nsp.planner.saving import aware_of_saving, kept_output
 from megatron_nsp.recompute import mark_saved
 from megatron_nsp.schedule import Pass, Phase, Step, build_schedule, communicates
 from megatron_nsp.simulator import IterationSettings, simulate_plan
-from megatron_nsp.simulator.ablation import attention_only
-from megatron_nsp.simulator.network import active_paths
-from megatron_nsp.simulator.order_search import choose_orders, layers_end_us, orders_of_trees
+from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.simulator.sharding import sharding_us
 from megatron_nsp.split import Split
 from megatron_nsp.testing.random_plans import (
     random_native_nodes,
-    random_orders,
     random_plan,
     random_splits,
 )
@@ -293,62 +287,6 @@ def test_ranks_that_hold_nothing_do_not_hold_others_up() -> None:
     assert simulate_plan(Plan.from_nodes(tree, [], []), cost).step_us == cost.profile.bias_us
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_all_ranks_steps_in_one_order_are_every_rank_s_own_schedule(seed: int) -> None:
-    rng = random.Random(seed)
-    tree = SPTree(8, rng.choice(((1, 2, 4, 8), (1, 2, 4))))
-    plan = random_splits(rng, random_plan(rng, tree, [50, 60, 70, 80, 90, 4, 5, 6]), 8, 2)
-    plan = random_native_nodes(rng, plan) if seed % 2 else plan
-    orders, nodes = random_orders(rng, plan), list(tree.nodes())
-    cost = dataclasses.replace(cluster(8, 8), tree=tree)
-    for pass_, overlap in itertools.product(Pass, (True, False)):
-        paths = active_paths(plan, 0, cost, orders_of_trees(orders, plan, 0, pass_))
-        steps = paths.order(pass_, overlap)
-        for rank in range(8):
-            active = in_order(plan.active_path(rank, 0), orders.of_rank(0, tree, rank)[pass_])
-            splits = {node: plan.split_of(node, 0) for node in active}
-            own = build_schedule(active, pass_, overlap, splits)
-            kept = [
-                step._replace(node=nodes[paths.node[step.node.depth, rank]])
-                for step, on in steps
-                if on[rank]
-            ]
-            assert kept == list(own)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_chosen_order_never_ends_later_than_root_first(seed: int) -> None:
-    rng = random.Random(seed)
-    cost = workstation(12, (1, 3, 6, 12)) if seed % 2 else cluster(16, 8)
-    cost = dataclasses.replace(
-        cost, profile=dataclasses.replace(cost.profile, inter_bytes_per_s=2e9)
-    )
-    lengths = [int(30_000 ** rng.random()) for _ in range(20)]
-    plan = random_plan(rng, cost.tree, lengths)
-    orders = choose_orders(plan, cost)
-    assert choose_orders(plan, cost) == orders
-    for pass_ in Pass:
-        first, chosen = (
-            layers_end_us(active_paths(plan, 0, cost, listed), pass_, cost)
-            for listed in ((), orders_of_trees(orders, plan, 0, pass_))
-        )
-        by_tree = (cost.tree.num_ranks // cost.tree.max_degree, -1)
-        first_us, chosen_us = (x.reshape(by_tree).max(axis=1) for x in (first, chosen))
-        assert (chosen_us <= first_us).all()
-        changed = [(0, pass_, index) in orders.order_of for index in range(by_tree[0])]
-        assert (chosen_us < first_us).tolist() == changed
-
-
-def test_the_larger_exchange_of_the_root_is_hidden_under_the_leaf() -> None:
-    cost = workstation(4, (1, 2, 4))
-    slow = dataclasses.replace(cost.profile, intra_bytes_per_s=2e7, exchanges={})
-    cost = dataclasses.replace(cost, profile=slow)
-    nodes = [cost.tree.node(4, 0)] + [cost.tree.node(1, rank) for rank in range(4)]
-    plan = Plan.from_nodes(cost.tree, [400, 900, 900, 900, 900], nodes)
-    # q, k, v go out in forward, dq, dk, dv come back in backward: leaf first, then leaf last.
-    assert choose_orders(plan, cost).order_of == {(0, Pass.FWD, 0): (2, 0)}
-
-
 def test_gathering_parameters_takes_what_the_slower_link_allows() -> None:
     model, profile = known_model("qwen3-30b-a3b"), load_profile("h200-ib")
     shared = model.shared_parameters / 48
@@ -378,79 +316,6 @@ def test_attention_is_timed_by_its_length() -> None:
 def test_unknown_recomputation_is_refused() -> None:
     with pytest.raises(ValueError, match="recompute must be one of none, attention, full, got all"):
         dataclasses.replace(cluster(4, 4), recompute="all")
-
-
-def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        "simulate --lengths paper-mix --ranks 16 --model qwen3-30b-a3b --ep 8 --batches 2 --json"
-    )
-    words += " --batches 2 --batch-tokens 300K --max-len 64K --profile h200-ib --memory-gb 100"
-    words += " --offload-optimizer --save-gb 4 --policies two-level,auto --ablation"
-    words += " --recompute full"
-    assert main(words.split()) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data == run_json(words, capsys)
-    rows, reference = data["policies"], data["reference"]
-    assert {"auto", "two-level", reference} <= set(rows) and len(data["batches"]) == 2
-    assert rows[reference]["speedup"] == [1.0, 1.0]
-    for row in rows.values():
-        ratio = np.array(rows[reference]["step_us"]) / np.array(row["step_us"])
-        np.testing.assert_allclose(row["speedup"], ratio)
-        assert sum(row["shares"].values()) == pytest.approx(1.0)
-    missing = {name: sum(step_us) for name, step_us in data["ablation"].items()}
-    assert list(missing) == ["full", "recompute", "overlap", "router", "cost model"]
-    assert missing["full"] == sum(rows["auto"]["step_us"]) == min(missing.values())
-    assert missing["recompute"] > missing["full"] < missing["cost model"]
-    assert data["not_ablated"] == {}
-    best = min(row["step_us"] for name, row in rows.items() if name.startswith("static"))
-    assert sum(best) >= sum(rows[reference]["step_us"])
-    assert all("does not fit the token budget" in why for why in data["failed"].values())
-    assert main(words.replace("--json ", "").split()) == 0
-    text = capsys.readouterr().out
-    assert "predictions, not measurements" in text and f"speed-up over {reference}" in text
-
-
-def test_fitted_times_have_no_cost_model_to_take_away(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "simulate --lengths wikipedia --ranks 8 --batches 1 --batch-tokens 60K --max-len 16K"
-    words += " --profile flexsp-gpt-7b-a100 --policies two-level --ablation"
-    why = "profile flexsp-gpt-7b-a100 holds one model's fitted times, not their parts"
-    data = run_json(f"{words} --json", capsys)
-    assert list(data["ablation"]) == ["full", "recompute", "overlap", "router"]
-    assert data["not_ablated"] == {"cost model": why}
-    assert main(words.split()) == 0
-    (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("cost model")]
-    assert line.split(maxsplit=2)[2] == f"cannot be taken away: {why}"
-    fitted = CostModel(load_profile("flexsp-gpt-7b-a100"), SMALL, SPTree(2, (1, 2)))
-    with pytest.raises(ValueError, match="the cost model cannot be taken away: profile flexsp"):
-        attention_only(fitted)
-
-
-def run_json(words: str, capsys: pytest.CaptureFixture[str]) -> dict:
-    """What the command prints as JSON."""
-    assert main(words.split()) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--batches 0", "--batches must be 1 to 1048576, got 0"),
-        ("--micro-batches 0", "--micro-batches must be 1 to 1048576, got 0"),
-        ("--save-gb nan", "--save-gb must be 0 to 1048576, got nan"),
-        ("--policies auto,best", "--policies: no policy best, only cheap, all, auto, search"),
-        ("--token-budget 100 --max-len 1000", "no static degree can plan every batch: static-1"),
-        ("--max-len x", "argument --max-len: takes tokens such as 4096, 192K or 2M, got x"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], words: str, message: str
-) -> None:
-    try:
-        status = main(["simulate", "--lengths", "900,50", "--ranks", "4", *words.split()])
-    except SystemExit as stop:
-        status = stop.code
-    printed = capsys.readouterr()
-    assert status == 2 and message in printed.err and "Traceback" not in printed.err
 
 
 def test_planning_for_saved_outputs_takes_the_longest_that_ranks_have_room_for() -> None:
@@ -483,25 +348,3 @@ def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
             total += simulate_plan(plan, cost, IterationSettings(saved=saved)).step_us
         steps.append(total)
     assert steps[1] < 0.995 * steps[0]
-
-
-def test_without_batch_tokens_a_table_gives_32k_a_rank_and_a_short_list_one_batch(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = "simulate --ranks 4 --batches 2 --max-len 16K --policies two-level --json --lengths"
-    data = run_json(f"{words} wikipedia", capsys)
-    assert all(131_072 <= batch["tokens"] < 150_000 for batch in data["batches"])
-    assert data["batches"][0] != data["batches"][1]
-    data = run_json(f"{words} 900,50,70", capsys)
-    assert data["batches"] == [{"samples": 3, "tokens": 1020}] * 2
-
-
-def test_backends_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "simulate --ranks 8 --batches 1 --policies search --json --heads 5 --kv-heads 5"
-    words += " --lengths 300000,9 --profile h200-ib --backend"
-    steps = {
-        backend: run_json(f"{words} {backend}", capsys)["policies"]["search"]["step_us"][0]
-        for backend in ("ulysses", "ring", "usp", "gather", "auto")
-    }
-    assert steps["auto"] <= min(steps.values()) * 1.001  # a prediction, made before simulating
-    assert 4 * steps["ring"] < steps["ulysses"] and steps["usp"] == steps["ring"]
