@@ -58,6 +58,7 @@ class NestedBatch:
     kept: dict[int, SavedLayer] = field(default_factory=dict)
     _rounds: dict[tuple[Node, int, bool, int | None], Rounds] = field(default_factory=dict)
     _filled: dict[Node, Filled] = field(default_factory=dict)
+    _steps: dict[tuple[Any, ...], tuple[Step, ...]] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -99,9 +100,13 @@ class NestedBatch:
         self, parts: Sequence[NodeSlice], pass_: Pass, mask: AttentionMask
     ) -> tuple[Step, ...]:
         """The issue order of a pass over these slices of active nodes."""
-        splits = {part.node: split_for(part.split, mask) for part in parts}
-        path = in_order(splits, self.orders.get(pass_, ROOT_FIRST) if self.overlap else ROOT_FIRST)
-        return build_schedule(path, pass_, self.overlap, splits)
+        key = (pass_, mask, *(part.node for part in parts))
+        if key not in self._steps:
+            splits = {part.node: split_for(part.split, mask) for part in parts}
+            order = self.orders.get(pass_, ROOT_FIRST) if self.overlap else ROOT_FIRST
+            path = in_order(splits, order)
+            self._steps[key] = build_schedule(path, pass_, self.overlap, splits)
+        return self._steps[key]
 
 
 @dataclass(frozen=True, eq=False)

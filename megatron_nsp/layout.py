@@ -16,7 +16,7 @@ Because the slices of a member's ranks in order are its stream, an all-to-all be
 permutation: what a rank receives from the r-th is the r-th part of the stream.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ class NodeSlice:
     split: Split
     bounds: IntArray
     buffer_start: int
+    _rests: "dict[int, NodeSlice]" = field(default_factory=dict, init=False, repr=False)
 
     @property
     def degree(self) -> int:
@@ -132,9 +133,17 @@ class NodeSlice:
         return tuple(map(Segment, *(column.tolist() for column in columns)))
 
     def without_first(self, num_samples: int) -> "NodeSlice":
-        """The slice of the samples after the first `num_samples`: the end of this one's rows."""
+        """The slice of the samples after the first `num_samples`: the end of this one's rows.
+
+        Worked out once: every layer asks for the same.
+        """
         if num_samples == 0:
             return self
+        if num_samples not in self._rests:
+            self._rests[num_samples] = self._rest(num_samples)
+        return self._rests[num_samples]
+
+    def _rest(self, num_samples: int) -> "NodeSlice":
         gone = member_tokens(self.lengths[:num_samples], self.split).sum(axis=1)
         bounds = np.maximum(self.bounds - gone[:, None], 0)
         left = int(np.diff(bounds[self.member, self.rank_in_member :][:2])[0])

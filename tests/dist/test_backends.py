@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from megatron_nsp.order import NodeOrders, safe_orders
+from megatron_nsp.attention import NestedBatch
+from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.plan import Plan
+from megatron_nsp.schedule import Pass
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.schedule import Pass
 from megatron_nsp.split import Split
@@ -25,7 +28,7 @@ from megatron_nsp.testing.random_plans import (
     random_uneven_tree,
 )
 from megatron_nsp.testing.verify import AttentionCase, check_cases, run_cases
-from megatron_nsp.tree import SPTree
+from megatron_nsp.tree import Node, SPTree
 
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (12, 3), (24, 24), (5, 5), (7, 1), (28, 7))
 """Some divide over no degree at all: then only tokens are split."""
@@ -138,6 +141,19 @@ def test_b3_a_window_is_kept_at_every_degree(split: Split | None) -> None:
         attention_oracle(case.draw(), plan.lengths, case.mask)["out"] for case in (windowed, full)
     ]
     assert (outs[0] - outs[1]).abs().max() > 1e-2
+
+
+def test_layers_with_and_without_a_window_share_a_batch() -> None:
+    """What a batch works out once is worked out once for each mask."""
+    root = Node(0, 0)
+    plan = Plan.from_nodes(SPTree(4, (1, 4)), [40, 9], [root] * 2, splits={(0, root): Split(4)})
+    batch, masks = NestedBatch.build(plan, 1), (AttentionMask(1.0), AttentionMask(1.0, True, 3))
+    for mask, num_rounds in (*zip(masks, (4, 2), strict=True),) * 2:
+        parts = batch.layout.slices
+        assert len(batch.rounds(parts[0], mask)) == num_rounds
+        steps = batch.steps(parts, Pass.FWD, mask)
+        assert len(steps) == 2 * num_rounds + 1
+        assert batch.steps(parts, Pass.FWD, mask) is steps
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
