@@ -116,9 +116,10 @@ class Profile:
     def exchange_rate(self, backend: str, degree: int, stride: int = 1) -> ExchangeRate:
         """What an exchange among the ranks of a node does, the part a rank keeps left out.
 
-        Where the ranks of a node share hosts in equal parts of h, the (d - h) / d of the data that
-        leave the host run at the slower rate, so the whole exchange runs at inter * d / (d - h).
-        Where hosts cut a node unevenly, h is the smallest part any rank may find itself in: 1.
+        Where the ranks of a node share hosts in equal parts of h, d - h of the d - 1 parts that a
+        rank sends leave the host and run at the slower rate, so the whole exchange runs at
+        inter * (d - 1) / (d - h). Where hosts cut a node unevenly, h is the smallest part any rank
+        may find itself in: 1.
 
         Args:
             backend: the SP backend.
@@ -132,7 +133,7 @@ class Profile:
         beside = self._beside(degree, stride)
         if beside == degree:
             return ExchangeRate(self.intra_bytes_per_s, self.latency_us)
-        rate = self.inter_bytes_per_s * degree / (degree - beside)
+        rate = self.inter_bytes_per_s * (degree - 1) / (degree - beside)
         return ExchangeRate(rate, self.latency_us)
 
     def members_rate(self, split: Split, degree: int, stride: int = 1) -> ExchangeRate:
@@ -144,7 +145,7 @@ class Profile:
         sends leave its host; a ring lasts as long as its slowest neighbours, which are on two
         hosts; and of R members that gather keys b are on one host:
 
-            ring     measured rate * (d - h) / (d - 1), or the rate between hosts
+            ring     rate of all ranks * (d - h) / (d - 1), the rate between hosts
             gather   (R - 1) / (R - b) times that
 
         Args:
@@ -159,9 +160,7 @@ class Profile:
         whole = measured or self.exchange_rate("ulysses", degree, stride)
         if beside == degree:
             return whole
-        rate = self.inter_bytes_per_s
-        if measured is not None or degree in self.exchanges.get("ulysses", {}):
-            rate = whole.bytes_per_s * (degree - beside) / (degree - 1)
+        rate = whole.bytes_per_s * (degree - beside) / (degree - 1)
         if split.outer == "gather":
             near = self._beside(members, stride * (degree // members))
             rate *= (members - 1) / (members - min(near, members - 1))

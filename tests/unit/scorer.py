@@ -25,7 +25,8 @@ def exchange_rate(profile: dict, degree: int) -> tuple[float, float]:
     if degree <= together and together % degree == 0:
         return profile["intra_bytes_per_s"], profile["latency_us"]
     beside = together if degree % together == 0 else 1
-    return profile["inter_bytes_per_s"] * degree / (degree - beside), profile["latency_us"]
+    # Of the parts for the degree - 1 others, those for the degree - beside elsewhere are slow.
+    return profile["inter_bytes_per_s"] * (degree - 1) / (degree - beside), profile["latency_us"]
 
 
 def attention_rate(profile: dict, length: int, which: str) -> float:
