@@ -119,7 +119,8 @@ def test_te_is_called_once_a_node_with_local_heads_and_no_cp(
     plan = Plan.from_nodes(tree, [n for lengths in placed.values() for n in lengths], nodes)
     groups: Any = {Node(node.depth, 0): object() for node in nodes if tree.degree(node) > 1}
     kernel = kernel_of(name)
-    runtime = AttentionRuntime(NestedGroups(tree, 0, 0, groups), kernel, executor.SerialQueue())
+    queue = executor.build_queue(torch.device("cpu"), overlap=False)
+    runtime = AttentionRuntime(NestedGroups(tree, 0, 0, groups), kernel, queue)
     batch = NestedBatch.build(plan, 0)
     rows, mask = batch.layout.buffer_tokens, AttentionMask(0.125, window_left=window_left)
     with mock.patch.object(executor, "run_exchange", exchange), torch.no_grad():
