@@ -8,7 +8,7 @@ The gap is the load of the plan over the lower bound, without node latency and, 
 The plan must be at or below the plan of every policy of the portfolio, and the search alone wins a
 batch when its own plan is; on 64 ranks both are scored from their JSON by the independent scorer of
 the tests. Planning is what a training step waits for at worst: the processor time of one warm call
-that works out what might win (search, rivals, bound); its wall time stands beside it.
+that works out what might win (search, rivals); its wall time stands beside it.
 
 Usage: `python benchmarks/planner.py [--ranks 64 256 1024] [--models ...] [--batches 50]`; exits 1
 if a target is missed.

@@ -132,7 +132,14 @@ class CostModel:
 
     def of(self, degree: int, split: Split = ULYSSES) -> SplitCost:
         """What the attention of nodes of this degree costs, split in this way."""
-        return SplitCost(self.profile, self.shape, degree, priced_as(split), self.overlap)
+        key = degree, priced_as(split)
+        if key not in self._split_costs:
+            self._split_costs[key] = SplitCost(self.profile, self.shape, *key, self.overlap)
+        return self._split_costs[key]
+
+    @cached_property
+    def _split_costs(self) -> dict[tuple[int, Split], SplitCost]:
+        return {}
 
     def dense_us_per_token(self, pass_: Pass) -> float:
         """Time of one token outside attention: projections, MLPs, experts, output layer."""
@@ -231,42 +238,7 @@ class CostModel:
         At each degree a sample has the split that is best for it, the first of equal ones. What
         its split has of latency beyond that of the least is added to its time.
         """
-        return self._best_times(lengths, is_bound=False)
-
-    def bound_times(self, lengths: IntArray) -> SampleTimes:
-        """Times that no plan is below, pass by pass.
-
-        Latency apart, with all transfers between members hidden.
-        """
-        return self._best_times(lengths, is_bound=True)
-
-    def _best_times(self, lengths: IntArray, is_bound: bool) -> SampleTimes:
-        is_saved = self.is_saved(lengths)
-        fwd_us, bwd_us, latency_us = [], [], []
-        for k, degree in enumerate(self.tree.degrees):
-            ways = [
-                replace(self.of(degree, split), hides_transfers=is_bound)
-                for split in self.splits[k]
-            ]
-            latencies_us = np.array([how.latency_us for how in ways], dtype=np.float64)
-            more_us = (latencies_us - latencies_us.min()) * (not is_bound)
-            times = np.array([self.attention_us(how, lengths, is_saved[:, k]) for how in ways])
-            times += more_us[:, None, None]  # [splits, passes, n]
-            if is_bound:
-                each_us = times.min(axis=0)
-            else:
-                best = times.sum(axis=1).argmin(axis=0)
-                each_us = times[best, :, np.arange(len(best))].T
-            fwd_us.append(each_us[0])
-            bwd_us.append(each_us[1])
-            latency_us.append(float(latencies_us.min()))
-        dense_us = self._dense_us(lengths)
-        return self._times(
-            lengths,
-            np.stack(fwd_us, axis=1) + dense_us[0],
-            np.stack(bwd_us, axis=1) + dense_us[1],
-            np.array(latency_us),
-        )
+        return self._best_times(lengths, self._split_times(lengths))
 
     def search_times(self, lengths: IntArray) -> list[SampleTimes]:
         """The times that are worth a search of their own.
@@ -275,11 +247,17 @@ class CostModel:
         then every degree with its best split if that makes a difference: so that no plan is worse
         for the choice.
         """
-        best, served = self.sample_times(lengths), self.ulysses_degrees
+        split_times, served = self._split_times(lengths), self.ulysses_degrees
+        best = self._best_times(lengths, split_times)
         if self.backend != "auto" or self.is_ulysses:
             return [best]
+        alone = [
+            (times_us[:1], latency_us[:1])
+            for degree, (times_us, latency_us) in zip(self.tree.degrees, split_times, strict=True)
+            if degree in served
+        ]
         plain = replace(self, backend="ulysses", tree=SPTree(self.tree.num_ranks, served))
-        times = plain.sample_times(lengths)
+        times = plain._best_times(lengths, alone)
         if served == self.tree.degrees and all(
             np.array_equal(one, other)
             for one, other in (
@@ -290,6 +268,45 @@ class CostModel:
         ):
             return [best]
         return [times, best]
+
+    def bound_times(self, lengths: IntArray) -> SampleTimes:
+        """Times that no plan is below, pass by pass.
+
+        Latency apart, with all transfers between members hidden.
+        """
+        least_us = [
+            (times_us.min(axis=0)[None], latency_us.min()[None])
+            for times_us, latency_us in self._split_times(lengths, hides_transfers=True)
+        ]
+        return self._best_times(lengths, least_us)
+
+    def _split_times(
+        self, lengths: IntArray, hides_transfers: bool = False
+    ) -> list[tuple[FloatArray, FloatArray]]:
+        """`[K+1]` of `[splits, 2, n]` attention in both passes and `[splits]` latency in one."""
+        is_saved, found = self.is_saved(lengths), []
+        for k, degree in enumerate(self.tree.degrees):
+            ways = [self.of(degree, split) for split in self.splits[k]]
+            if hides_transfers:
+                ways = [replace(how, hides_transfers=True) for how in ways]
+            times_us = [self.attention_us(how, lengths, is_saved[:, k]) for how in ways]
+            found.append((np.array(times_us), np.array([how.latency_us for how in ways])))
+        return found
+
+    def _best_times(
+        self, lengths: IntArray, split_times: list[tuple[FloatArray, FloatArray]]
+    ) -> SampleTimes:
+        each_us, least_latency_us = [], []
+        for times_us, latency_us in split_times:
+            least_latency_us.append(latency_us.min())
+            times_us = times_us + (latency_us - latency_us.min())[:, None, None]
+            best = times_us.sum(axis=1).argmin(axis=0)
+            each_us.append(times_us[best, :, np.arange(len(best))])
+        fwd_us, bwd_us = (np.stack([us[:, which] for us in each_us], axis=1) for which in range(2))
+        dense_us = self._dense_us(lengths)
+        return self._times(
+            lengths, fwd_us + dense_us[0], bwd_us + dense_us[1], np.array(least_latency_us)
+        )
 
     def _times(
         self, lengths: IntArray, fwd_us: FloatArray, bwd_us: FloatArray, latency_us: FloatArray

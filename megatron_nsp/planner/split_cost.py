@@ -24,8 +24,8 @@ kernel's launch. What is gathered is not hidden at all, nor is what is exchanged
 other nodes may hide it, which the planner does not count. Without streaming nothing is hidden.
 """
 
-from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -200,6 +200,16 @@ class SplitCost:
 
     def exchange_us_per_token(self, pass_: Pass, phase: Phase, number: int = 0) -> float:
         """Time that one token of the node adds to an exchange."""
+        key = pass_, phase, number
+        if key not in self._exchanges_us:
+            self._exchanges_us[key] = self._exchange_us_per_token(*key)
+        return self._exchanges_us[key]
+
+    @cached_property
+    def _exchanges_us(self) -> dict[tuple[Pass, Phase, int], float]:
+        return {}
+
+    def _exchange_us_per_token(self, pass_: Pass, phase: Phase, number: int) -> float:
         if self.degree == 1 or phase is Phase.COMPUTE:
             return 0.0
         if self.profile.fitted is not None:
@@ -231,7 +241,7 @@ class SplitCost:
             return None
         return self.profile.members_rate(self.split, self.degree, self.shape.stride)
 
-    @property
+    @cached_property
     def latency_us(self) -> float:
         """What the node adds to each of its ranks in a pass, transfers between members left out."""
         launches = self.num_calls * self.profile.latency_us
@@ -267,13 +277,17 @@ class SplitCost:
         if not self.overlap:
             return (rounds - 1) * (there_us + back_us * is_bwd)
         # Of round r the keys go forth under round r - 1; their gradients go back under round r + 1.
-        forth = range(rounds - 1)
-        back = range(2, rounds) if is_bwd else range(0)
+        num_back = max(rounds - 2, 0) if is_bwd else 0
+        num_both = max(rounds - 3, 0) if is_bwd else 0
         busy_us = round_us + self.shape.num_layers * self.profile.latency_us
         exposed_us = back_us * is_bwd  # those of the last round go back under nothing
-        for moves, count in Counter((n in forth, n in back) for n in range(rounds)).items():
-            transfer_us = there_us * moves[0] + back_us * moves[1]
-            exposed_us = exposed_us + count * np.maximum(transfer_us - busy_us, 0.0)
+        for transfer_us, count in (
+            (there_us, rounds - 1 - num_both),
+            (back_us, num_back - num_both),
+            (there_us + back_us, num_both),
+        ):
+            if count:
+                exposed_us = exposed_us + count * np.maximum(transfer_us - busy_us, 0.0)
         return exposed_us
 
 

@@ -23,6 +23,9 @@ NO_MORE: Mapping[str, BatchPolicy] = MappingProxyType({})
 _BUDGETS_TRIED = 4
 """Times a batch is planned, with less and less of the token budget, to leave room for chunks."""
 
+_AGAIN_ABOVE = 1.01
+"""Load without latency, as a multiple of the bound, from which further times are searched."""
+
 
 @dataclass(frozen=True)
 class PlanReport:
@@ -32,7 +35,7 @@ class PlanReport:
         policy: the policy whose plan was taken.
         load_us: time of the step under the plan.
         load_no_latency_us: the same without node latency.
-        bound_us: lower bound for the samples that run, without node latency.
+        bound_us: lower bound for the samples that run, without node latency; NaN unless asked for.
         search_load_us: time of the step under the search's own plan; None if it was not asked for.
         policies: time of the step under each policy of the portfolio that places all samples.
         infeasible: policies of the portfolio that do not, that refuse the batch, or were skipped.
@@ -53,12 +56,12 @@ class PlanReport:
     @property
     def gap(self) -> float:
         """Load over the lower bound; 1 for a step without work."""
-        return self.load_us / self.bound_us if self.bound_us > 0 else 1.0
+        return self.load_us / self.bound_us if self.bound_us else 1.0
 
     @property
     def gap_no_latency(self) -> float:
         """The same with the node latency taken out of the load."""
-        return self.load_no_latency_us / self.bound_us if self.bound_us > 0 else 1.0
+        return self.load_no_latency_us / self.bound_us if self.bound_us else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +103,7 @@ def plan_batch(
         num_micro_batches: passes of the step; None = as many as needed.
         policy: 'auto' (best of search and portfolio), or a policy by name, 'search' among them.
         compares_all: work out all of the portfolio, also what a lower bound rules out, and the
-            tightest lower bound.
+            lower bound of the step.
         more_policies: further policies by name; not in the portfolio.
 
     Raises:
@@ -115,11 +118,10 @@ def plan_batch(
     how = _Request(cost, order, token_budget, num_micro_batches, policy, compares_all)
     outcome = _plan_within_budget(how, cost.search_times(tokens[order]), more_policies)
     best, plan = outcome.best, outcome.best.plan
-    bound_us = outcome.bound_us
-    if compares_all or not cost.is_ulysses:
+    bound_us = float("nan")
+    if compares_all:
         kept = tokens[order][plan.micro_batch[order] != CARRIED]
-        bound = lower_bound_us if compares_all else work_bound_us
-        bound_us = bound(cost.bound_times(kept), token_budget)
+        bound_us = lower_bound_us(cost.bound_times(kept), token_budget)
     report = PlanReport(
         policy=best.policy,
         load_us=best.score.load_us,
@@ -181,16 +183,26 @@ class _Finished:
         carried = int(self.plan.lengths[self.plan.carried].sum())
         return self.plan.over_budget_tokens(), carried, self.score.load_us
 
+    @property
+    def work_us(self) -> float:
+        """Time of the step without biases and node latency."""
+        bias_us = self.plan.num_micro_batches * self.score.bias_us
+        return self.score.load_no_latency_us - bias_us
+
 
 @dataclass(frozen=True, eq=False)
 class _Outcome:
     """The best plan that some times lead to; the other attributes are those of `PlanReport`."""
 
     best: _Finished
-    bound_us: float
     search_load_us: float | None
     rivals: list[_Finished]
     infeasible: tuple[str, ...]
+
+    def is_near(self, bound_us: float) -> bool:
+        """Whether a plan for all samples could hardly be faster than the one there is."""
+        over, carried, _ = self.best.rank
+        return not over and not carried and self.best.work_us <= _AGAIN_ABOVE * bound_us
 
 
 def _plan_within_budget(
@@ -224,7 +236,10 @@ def _best_outcome(
     limit: int | None,
     more_policies: Mapping[str, BatchPolicy],
 ) -> _Outcome:
-    """The better plan of those that the times lead to, the first of equal ones."""
+    """The better plan of those that the times lead to, the first of equal ones.
+
+    Times that promise little over a plan there is are not searched.
+    """
     outcomes: list[_Outcome] = []
     problem: ValueError | None = None
     for times in searches:
@@ -237,6 +252,8 @@ def _best_outcome(
             and limit is not None
             and times.lengths.max(initial=0) > (limit * times.tree.max_degree)
         ):
+            continue
+        if any(outcome.is_near(work_bound_us(times, limit)) for outcome in outcomes):
             continue
         try:
             outcomes.append(_outcome(how, times, limit, more_policies))
@@ -272,7 +289,6 @@ def _outcome(
     names = {rival.policy for rival in rivals}
     return _Outcome(
         best=min((own, *rivals), key=lambda one: one.rank),
-        bound_us=batch.take(placed.placed).problem.bound_us,
         search_load_us=own.score.load_us if chosen == "search" else None,
         rivals=rivals,
         infeasible=tuple(name for name in others if name not in names),

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nsp.config import BACKENDS
 from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch
+from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch, window
 from megatron_nsp.planner.choice import with_cheapest_splits
 from megatron_nsp.planner.profile import ExchangeRate
 from megatron_nsp.planner.split_cost import possible_splits
@@ -107,6 +107,32 @@ def test_a_choice_is_never_worse_than_ulysses(seed: int, policy: str) -> None:
         assert chosen.report.load_us == cost.score(chosen.plan).load_us
         assert chosen.plan == plan_batch(lengths, cost.tree, cost, **how).plan
         assert Plan.from_json(chosen.plan.to_json()) == chosen.plan
+
+
+def test_a_second_search_is_left_out_where_it_could_hardly_gain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched, rng = [], random.Random(3)
+    plan_once = window._outcome
+
+    def count(*args: object) -> object:
+        searched.append(args)
+        return plan_once(*args)
+
+    monkeypatch.setattr(window, "_outcome", count)
+    cost, ways = machine(2e10), set()
+    for _ in range(40):
+        lengths = [int(30_000 ** rng.random()) for _ in range(rng.choice((3, 300)))] + [100_000]
+        assert len(cost.search_times(np.sort(lengths)[::-1])) == 2
+        searched.clear()
+        chosen = plan_batch(lengths, cost.tree, cost)
+        ways.add(len(searched))
+        with monkeypatch.context() as patch:
+            patch.setattr(window, "_AGAIN_ABOVE", 0.0)
+            again = plan_batch(lengths, cost.tree, cost)
+        gain = chosen.report.load_us / again.report.load_us
+        assert gain <= 1.01 and (gain == 1 or len(searched) == 3)
+    assert ways == {1, 2}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
