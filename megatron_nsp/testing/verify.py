@@ -58,6 +58,7 @@ class AttentionCase:
         saved: samples whose output is kept while the call is recomputed; None = the call is made
             once, without recomputation.
         orders: in which order each tree runs its nodes.
+        kernel: the kernel, as --nsp-kernel calls it.
     """
 
     plan: Plan
@@ -74,6 +75,7 @@ class AttentionCase:
     has_sinks: bool = False
     saved: SavedSamples | None = None
     orders: NodeOrders = ALL_ROOT_FIRST
+    kernel: str = "auto"
 
     @property
     def mask(self) -> AttentionMask:
@@ -152,7 +154,9 @@ def run_case(
     numbers = layout.token_numbers(case.plan.lengths)
     q, k, v, dout = case.draw().rows(numbers, layout.num_filler_tokens)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, case.overlap))
+    runtime = AttentionRuntime(
+        groups, choose_kernel(case.kernel, CPU), build_queue(CPU, case.overlap)
+    )
     sinks = case.sinks()
     if sinks is not None:
         leaves.append(sinks.requires_grad_())

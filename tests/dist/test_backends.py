@@ -167,24 +167,25 @@ def test_lower_precision_stays_within_its_tolerance(dtype: str) -> None:
 
 BF16_BOUNDS = {
     Split(): 1.1,
-    Split(8, "gather"): 1.2,
-    Split(8): 1.3,
-    Split(4): 1.3,
-    Split(2): 1.6,
+    Split(8, "gather"): 1.6,
+    Split(8): 1.5,
+    Split(4): 1.5,
+    Split(2): 1.5,
 }
 """Largest bf16 error at degree 8 over that at degree 1, by how the node divides attention. Only heads
-divided: nothing else is rounded. Keys and values elsewhere: gradients that meet are rounded first,
-and a ring merges outputs that were."""
+divided: nothing else is rounded. Keys and values elsewhere: a kernel rounds what it gives for each
+part of the keys, as much again as it rounds the whole, hence the root of two."""
 
 
-def test_l1_bf16_errors_do_not_grow_with_the_degree() -> None:
+@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
+def test_l1_bf16_errors_do_not_grow_with_the_degree(kernel: str) -> None:
     tree = SPTree(8, (1, 8))
 
     def case(degree: int, split: Split) -> AttentionCase:
         node = tree.node(degree, 0)
         splits = {} if split == Split() else {(0, node): split}
         plan = Plan.from_nodes(tree, [1024], [node], splits=splits)
-        return AttentionCase(plan, 8, 8, 32, dtype="bfloat16")
+        return AttentionCase(plan, 8, 8, 32, dtype="bfloat16", kernel=kernel)
 
     cases = [case(1, Split()), *(case(8, split) for split in BF16_BOUNDS)]
     alone, *others = check_cases(cases, timeout_s=120)
