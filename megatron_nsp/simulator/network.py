@@ -8,6 +8,7 @@ neighbours, so a node is a run of equal entries of a row.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -60,10 +61,13 @@ class ActivePaths:
 
     def sync(self, row: int, times_us: FloatArray) -> FloatArray:
         """`[P]` for each rank the latest time of the ranks of its node in a row."""
-        starts = self.starts[row]
-        sizes = np.diff(starts, append=len(times_us))
-        latest: FloatArray = np.repeat(np.maximum.reduceat(times_us, starts), sizes)
+        latest_us = np.maximum.reduceat(times_us, self.starts[row])
+        latest: FloatArray = np.repeat(latest_us, self._run_sizes[row])
         return latest
+
+    @cached_property
+    def _run_sizes(self) -> list[IntArray]:
+        return [np.diff(starts, append=len(self.tokens)) for starts in self.starts]
 
     def step_us(self, step: Step) -> FloatArray:
         """`[P]` time of a step on each rank, if its node has it; the step's depth is the row."""
@@ -94,17 +98,18 @@ class ActivePaths:
         return self._orders[pass_, overlap]
 
     def _merged(self, pass_: Pass, overlap: bool) -> list[tuple[Step, BoolArray]]:
-        schedules: dict[tuple[tuple[int, Split], ...], tuple[Step, ...]] = {}
-        for splits in dict.fromkeys(self.splits):
+        kinds = {splits: kind for kind, splits in enumerate(dict.fromkeys(self.splits))}
+        schedules: list[tuple[Step, ...]] = []
+        for splits in kinds:
             split_of = {Node(row, 0): split for row, split in splits}
-            schedules[splits] = build_schedule([*split_of], pass_, overlap, split_of)
-        steps = list(dict.fromkeys(step for schedule in schedules.values() for step in schedule))
+            schedules.append(build_schedule([*split_of], pass_, overlap, split_of))
+        steps = list(dict.fromkeys(step for schedule in schedules for step in schedule))
         number = {step: place for place, step in enumerate(steps)}
-        longest = max(map(len, schedules.values()), default=0)
-        own = np.full((len(self.splits), longest + 1), len(steps))  # the end: no step
-        for rank, splits in enumerate(self.splits):
-            schedule = schedules[splits]
-            own[rank, : len(schedule)] = [number[step] for step in schedule]
+        longest = max(map(len, schedules), default=0)
+        numbers = np.full((len(schedules), longest + 1), len(steps))  # the end: no step
+        for kind, schedule in enumerate(schedules):
+            numbers[kind, : len(schedule)] = [number[step] for step in schedule]
+        own = numbers[[kinds[splits] for splits in self.splits]]
         at = np.zeros(len(own), dtype=np.int64)
         merged: list[tuple[Step, BoolArray]] = []
         while (current := own[np.arange(len(own)), at]).min(initial=len(steps)) < len(steps):
