@@ -6,9 +6,14 @@ A member's stream holds, sample by sample, a head and a tail chunk (`split.py`).
     an earlier member's   every query, all keys of the head chunks (the tail lies behind)
     a later member's      the queries of the tail chunks, all keys
 
-so each round is one call of a variable-length kernel. Where all keys are gathered first, the head
-and the tail of a sample each see a run of keys that ends with their own last token: two calls with
-an end-aligned causal mask, which is what sliding windows need.
+so each round is one call of a variable-length kernel. Where keys are gathered first, the head and
+the tail of a sample each see a run of keys that ends with their own last token: two calls with an
+end-aligned causal mask, which is what sliding windows need. Members are sent what they see alone:
+nothing of what lies behind, and of what lies before the end, if there is a window. With 2 members
+(chunks 0 3 | 1 2), a window of one chunk and a sample of 12 tokens:
+
+    member 0 has  0 1 2 | 9 10 11, sees and is sent    6 7 8 of member 1's 3 4 5 | 6 7 8
+    member 1 has  3 4 5 | 6 7 8,   sees and is sent    0 1 2 of member 0's
 
 Transformer Engine's own context parallelism wants every chunk filled up: a member has 2c rows of
 each sample, of which its tokens are the first ones of either half.
@@ -88,9 +93,9 @@ def ring_block(part: NodeSlice, q_member: int, kv_member: int, is_causal: bool) 
 def gather_blocks(
     part: NodeSlice, is_causal: bool, window_left: int | None
 ) -> tuple[BlockRows, ...]:
-    """What this rank's member computes once it holds the keys of all members.
+    """What this rank's member computes once it holds the keys that it sees of all members.
 
-    Key rows count in the streams of members 0..R-1, one after the other. No row of a call comes
+    Key rows count in the `seen_keys` of members 0..R-1, one after the other. No row of a call comes
     twice, so gradients of keys are added up in a fixed order, call by call.
 
     Args:
@@ -99,7 +104,7 @@ def gather_blocks(
         window_left: most tokens before itself that a token sees; None = all.
     """
     heads, tails = head_and_tail_tokens(part.lengths, part.split)
-    row_of = gathered_rows(part)
+    row_of = _held_rows(part, is_causal, window_left)[gathered_rows(part)]
     first = part.cu_seqlens[:-1]
     both = (heads + tails)[part.member]
     q_starts = np.cumsum(both) - both
@@ -118,6 +123,52 @@ def gather_blocks(
         block = _block(starts, lengths, first + from_, chunks[place + 1] - from_, True)
         blocks.append(block._replace(kv_rows=row_of[block.kv_rows]))
     return tuple(blocks)
+
+
+def seen_keys(
+    part: NodeSlice, user: int, source: int, is_causal: bool, window_left: int | None
+) -> IntArray:
+    """Rows of one member's keys that the queries of another see, in order; all of its own.
+
+    Args:
+        part: a slice of the node.
+        user: the member whose queries they are.
+        source: the member whose keys they are; rows count from the start of its stream.
+        is_causal: whether the mask is causal.
+        window_left: most tokens before itself that a token sees; None = all.
+    """
+    heads, tails = head_and_tail_tokens(part.lengths, part.split)
+    both = heads + tails
+    row = np.cumsum(both[source]) - both[source]
+    if user == source:
+        return np.arange(int(both[source].sum()))
+    if not is_causal:
+        return _runs(row, np.where(both[user] > 0, both[source], 0))
+    chunks, last = chunk_starts(part.lengths, part.split), 2 * part.ring_degree - 1
+    starts, lengths = [], []
+    for chunk, first_row in ((source, row), (last - source, row + heads[source])):
+        from_ = chunks[chunk + 1]
+        for place in (user, last - user):
+            if place > chunk:
+                seen_from = 0 if window_left is None else chunks[place] - window_left
+                has_queries = chunks[place + 1] > chunks[place]
+                from_ = np.where(has_queries, np.minimum(from_, seen_from), from_)
+        from_ = np.maximum(from_, chunks[chunk])
+        starts.append(first_row + from_ - chunks[chunk])
+        lengths.append(chunks[chunk + 1] - from_)
+    return _runs(np.stack(starts, axis=1).reshape(-1), np.stack(lengths, axis=1).reshape(-1))
+
+
+def _held_rows(part: NodeSlice, is_causal: bool, window_left: int | None) -> IntArray:
+    """Row in what this rank's member holds of each row of all streams in turn; -1 if it is not."""
+    streams = part.member_tokens
+    held = [
+        seen_keys(part, part.member, source, is_causal, window_left) + sum(streams[:source])
+        for source in range(part.ring_degree)
+    ]
+    rows = np.full(sum(streams), -1, dtype=np.int64)
+    rows[np.concatenate(held)] = np.arange(sum(map(len, held)))
+    return rows
 
 
 def gathered_rows(part: NodeSlice) -> IntArray:

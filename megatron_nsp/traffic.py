@@ -6,19 +6,19 @@ elements:
 
     forward    prologue 0     T (u-1) (h D + n (D + V))           q, k, v to heads
                prologue r     S of the member r-1 places before, n (D + V)     ring
-               prologue 1     (R-1) S n (D + V)                   gather
+               prologue 1     rows of own keys that each other member sees, n (D + V)   gather
                epilogue       (S - T) h V                         the output to tokens
     backward   prologue 0     T (u-1) h V, and of saved samples T (u-1) (h D + n (D + V) + h V)
                prologue r, 1  as forward
                return r       rows of the keys computed with, n (D + V)        ring
-               return 1       (S of all other members) n (D + V)  gather
+               return 1       rows of the others' keys seen, n (D + V)                  gather
                epilogue       (S - T) (h D + n (D + V))           dq, dk, dv to tokens
 """
 
 from typing import NamedTuple
 
 from megatron_nsp.layout import NodeSlice
-from megatron_nsp.ring_rows import ring_block
+from megatron_nsp.ring_rows import ring_block, seen_keys
 from megatron_nsp.schedule import Pass, Phase, Step
 from megatron_nsp.split import Split
 
@@ -38,6 +38,7 @@ def sent_elements(
     heads: HeadShape,
     split: Split,
     is_causal: bool = True,
+    window_left: int | None = None,
     num_saved: int = 0,
 ) -> int:
     """Elements that a rank sends to others in one step of one layer; 0 for compute.
@@ -48,6 +49,7 @@ def sent_elements(
         heads: the layer's heads.
         split: how the node divides attention under the layer's mask.
         is_causal: whether the mask is causal.
+        window_left: most tokens before itself that a token sees; None = all.
         num_saved: samples at the head of the stream whose output was kept; counts in backward.
     """
     assert step.phase is not Phase.NATIVE, "what Transformer Engine sends is not predicted"
@@ -66,12 +68,14 @@ def sent_elements(
         width = qkv_width if step.pass_ is Pass.FWD else out_width
         first = part.num_tokens - part.without_first(num_saved).num_tokens
         return others_inside * (part.num_tokens * width + first * (qkv_width + out_width))
-    streams = part.member_tokens
     if split.outer == "gather":
-        if step.phase is Phase.PROLOGUE:
-            return (part.ring_degree - 1) * part.stream_tokens * kv_width
-        return (sum(streams) - part.stream_tokens) * kv_width
+        others = [member for member in range(part.ring_degree) if member != part.member]
+        is_forth = step.phase is Phase.PROLOGUE
+        pairs = [(other, part.member) if is_forth else (part.member, other) for other in others]
+        rows = sum(len(seen_keys(part, *pair, is_causal, window_left)) for pair in pairs)
+        return rows * kv_width
     if step.phase is Phase.PROLOGUE:
+        streams = part.member_tokens
         return streams[(part.member - step.round + 1) % part.ring_degree] * kv_width
     source = (part.member - step.round) % part.ring_degree
     return len(ring_block(part, part.member, source, is_causal).kv_rows) * kv_width

@@ -18,6 +18,7 @@ from megatron_nsp.ring_rows import (
     filled_rows,
     gather_blocks,
     ring_block,
+    seen_keys,
 )
 from megatron_nsp.split import Split
 
@@ -104,12 +105,15 @@ class Round:
 
     Attributes:
         blocks: its kernel calls.
-        returned: the rows of this rank's own keys whose gradients come back in a ring, from the
-            member that used them in this round; None where none or all of them do.
+        returned: the rows of this rank's own keys whose gradients come back: in a ring those from
+            the member that used them in this round; of gathered keys those from each member, which
+            are the rows it is sent.
+        held: of gathered keys how many this rank holds of each member.
     """
 
     blocks: tuple[Block, ...] = ()
-    returned: Rows | None = None
+    returned: tuple[Rows, ...] = ()
+    held: tuple[int, ...] = ()
 
 
 Rounds = tuple[Round, ...]
@@ -158,8 +162,7 @@ def node_rounds(part: NodeSlice, mask: AttentionMask) -> Rounds:
         everything = Rows(None, part.stream_tokens)
         return (Round((Block(everything, everything, samples, mask.is_causal),)),)
     if split.outer == "gather":
-        blocks = gather_blocks(part, mask.is_causal, mask.window_left)
-        return Round(), Round(_calls(blocks, part.stream_tokens, sum(streams)))
+        return Round(), _gather_round(part, mask)
     rounds = []
     for number in range(split.ring_degree):
         source = (part.member - number) % split.ring_degree
@@ -167,8 +170,18 @@ def node_rounds(part: NodeSlice, mask: AttentionMask) -> Rounds:
         block = ring_block(part, part.member, source, mask.is_causal)
         used = ring_block(part, user, part.member, mask.is_causal).kv_rows
         calls = _calls((block,), part.stream_tokens, streams[source])
-        rounds.append(Round(calls, Rows.of(used, part.stream_tokens) if number else None))
+        rounds.append(Round(calls, (Rows.of(used, part.stream_tokens),) if number else ()))
     return tuple(rounds)
+
+
+def _gather_round(part: NodeSlice, mask: AttentionMask) -> Round:
+    how, members = (mask.is_causal, mask.window_left), range(part.ring_degree)
+    held = tuple(len(seen_keys(part, part.member, source, *how)) for source in members)
+    returned = tuple(
+        Rows.of(seen_keys(part, user, part.member, *how), part.stream_tokens) for user in members
+    )
+    calls = _calls(gather_blocks(part, *how), part.stream_tokens, sum(held))
+    return Round(calls, returned, held)
 
 
 def _calls(blocks: tuple[BlockRows, ...], num_queries: int, num_keys: int) -> tuple[Block, ...]:

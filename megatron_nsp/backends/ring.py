@@ -98,8 +98,7 @@ class Ring:
         return (part.member - number) % part.ring_degree
 
     def _returned(self, number: int) -> Rows:
-        rows = self._rounds[number].returned
-        assert rows is not None, f"{number=}"
+        (rows,) = self._rounds[number].returned
         return rows
 
     def forth(self, number: int, held: KeysValues) -> Exchange:
@@ -131,16 +130,15 @@ class Ring:
 
 
 class Gather:
-    """Every member sends its keys and values to all others at once, in round 1.
+    """Every member sends all others what they see of its keys and values at once, in round 1.
 
-    Gradients go back in one exchange too. Needs memory for the keys of the whole node.
+    Gradients go back in one exchange too. Needs memory for all the keys that a member sees.
     """
 
     def __init__(self, call: NodeCall, k_SnD: Tensor, v_SnV: Tensor) -> None:
         """Communicates nothing."""
         self._members = _Members(call, k_SnD, v_SnV)
-        self._rows, self._own = call.part.member_tokens, (k_SnD, v_SnV)
-        self._blocks = call.rounds[1].blocks
+        self._round, self._own = call.rounds[1], (k_SnD, v_SnV)
 
     def _others(self) -> list[int]:
         part = self._members.part
@@ -148,17 +146,19 @@ class Gather:
 
     def forth(self, number: int, held: KeysValues) -> Exchange:
         """See `KeyExchange.forth`."""
-        others, own = self._others(), self._rows[self._members.part.member]
+        sent = {member: self._round.returned[member] for member in self._others()}
         return self._members.exchange(
-            self._members.flat([held] * len(others)),
-            dict.fromkeys(others, own),
-            {member: self._rows[member] for member in others},
+            self._members.flat(
+                [(rows.take(held[0]), rows.take(held[1])) for rows in sent.values()]
+            ),
+            {member: rows.count for member, rows in sent.items()},
+            {member: self._round.held[member] for member in sent},
         )
 
     def unpack(self, number: int, received: Tensor) -> KeysValues:
         """See `KeyExchange.unpack`; rows of members 0..R-1 in turn."""
         others = self._others()
-        pairs = self._members.split(received, [self._rows[member] for member in others])
+        pairs = self._members.split(received, [self._round.held[member] for member in others])
         pairs.insert(self._members.part.member, self._own)
         keys, values = zip(*pairs, strict=True)
         return torch.cat(keys), torch.cat(values)
@@ -168,23 +168,26 @@ class Gather:
         own_member, others = self._members.part.member, self._others()
         totals = []
         for place, own in enumerate(self._own):
-            total = own.new_zeros(sum(self._rows), *own.shape[1:], dtype=lse_dtype(own.dtype))
-            for block, pair in zip(self._blocks, gradients, strict=True):
+            held = self._round.held
+            total = own.new_zeros(sum(held), *own.shape[1:], dtype=lse_dtype(own.dtype))
+            for block, pair in zip(self._round.blocks, gradients, strict=True):
                 block.kv_rows.add(total, pair[place])
-            totals.append(total.split(self._rows))
+            totals.append(total.split(held))
         pairs = [(dk, dv) for dk, dv in zip(*totals, strict=True)]
         self._kept = pairs.pop(own_member)
         dtype = self._own[0].dtype
         return self._members.exchange(
             self._members.flat([(dk.to(dtype), dv.to(dtype)) for dk, dv in pairs]),
-            {member: self._rows[member] for member in others},
-            dict.fromkeys(others, self._rows[own_member]),
+            {member: self._round.held[member] for member in others},
+            {member: self._round.returned[member].count for member in others},
         )
 
     def add(self, number: int, received: Tensor, totals: KeysValues) -> None:
         """See `KeyExchange.add`."""
-        own_rows = self._rows[self._members.part.member]
-        pairs = [self._kept, *self._members.split(received, [own_rows] * len(self._others()))]
-        for pair in pairs:
+        for total, value in zip(totals, self._kept, strict=True):
+            total.add_(value)
+        sent = [self._round.returned[member] for member in self._others()]
+        pairs = self._members.split(received, [rows.count for rows in sent])
+        for rows, pair in zip(sent, pairs, strict=True):
             for total, value in zip(totals, pair, strict=True):
-                total.add_(value)
+                rows.add(total, value)

@@ -21,7 +21,9 @@ left of it adds to the time:
 
 With its latency, a transfer is hidden up to the time of all samples of the node together and of the
 kernel's launch. What is gathered is not hidden at all, nor is what is exchanged inside a member:
-other nodes may hide it, which the planner does not count. Without streaming nothing is hidden.
+other nodes may hide it, which the planner does not count. Without streaming nothing is hidden. In
+layers with a sliding window members send one another only the few keys before their chunks, which
+are not counted.
 """
 
 from dataclasses import dataclass
@@ -217,7 +219,9 @@ class SplitCost:
             share = 0.5 * fitted_share(self.profile.fitted, pass_) if is_exchange else 0.0
             sent = share * self.profile.fitted.exchange_bytes_per_token / self.degree
         else:
-            sent = self.shape.num_layers * sent_bytes_per_token(
+            # What members see of one another's keys in a window is next to nothing.
+            layers = self.shape.num_layers - (self.shape.num_windowed_layers if number else 0)
+            sent = layers * sent_bytes_per_token(
                 pass_, phase, number, self.degree, self.split, self.shape
             )
         rate = self._rate(phase, number)

@@ -216,8 +216,9 @@ def predicted_traffic(case: AttentionCase) -> tuple[list[int], list[int]]:
             for step in build_schedule([*part_of], pass_, case.overlap, splits):
                 part, split = part_of[step.node], splits[step.node]
                 count += communicates(step, part.degree, split)
+                saved = num_saved.get(step.node, 0)
                 elements += sent_elements(
-                    step, part, heads, split, case.is_causal, num_saved.get(step.node, 0)
+                    step, part, heads, split, case.is_causal, case.window_left, saved
                 )
         num_collectives.append(count)
         sent_bytes.append(elements * DTYPES[case.dtype].itemsize)

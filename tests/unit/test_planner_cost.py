@@ -16,7 +16,7 @@ from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch
 from megatron_nsp.planner.profile import AttentionRate, ExchangeRate
 from megatron_nsp.planner.split_cost import SplitCost, sent_bytes_per_token, ulysses_sent_bytes
 from megatron_nsp.schedule import Pass, Phase, build_schedule
-from megatron_nsp.split import slice_bounds
+from megatron_nsp.split import Split, slice_bounds
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_splits
 from megatron_nsp.traffic import HeadShape, sent_elements
 from megatron_nsp.tree import Node, SPTree
@@ -236,6 +236,14 @@ def test_values_of_another_head_dim_and_windows_cost_what_they_are() -> None:
 
     window = dataclasses.replace(plain.shape, num_windowed_layers=36, window_left=5)  # of 48
     pairs = [sum(min(t + 1, 6) for t in range(length)) for length in lengths.tolist()]
+    for number, share in ((0, 1.0), (1, 0.25)):  # members send for the 12 other layers alone
+        whole_us, window_us = (
+            SplitCost(plain.profile, shape, 4, Split(2)).exchange_us_per_token(
+                Pass.FWD, Phase.PROLOGUE, number
+            )
+            for shape in (plain.shape, window)
+        )
+        assert window_us == pytest.approx(share * whole_us, rel=1e-12) and whole_us > 0
     # A whole triangle counts as L^2 / 2: what is on the diagonal is left out, in a window too.
     assert window.square_tokens(lengths * 1.0).tolist() == [
         0.25 * length**2 + 0.75 * (2 * pair - min(length, 6))

@@ -14,6 +14,7 @@ from megatron_nsp.ring_rows import (
     gather_blocks,
     gathered_rows,
     ring_block,
+    seen_keys,
 )
 from megatron_nsp.split import NATIVE, Split, member_tokens
 from megatron_nsp.testing.random_plans import random_lengths
@@ -179,13 +180,22 @@ def test_the_rounds_of_a_ring_cover_every_pair_once(is_causal: bool) -> None:
 def test_gathered_keys_cover_every_pair_once(is_causal: bool, window: int | None) -> None:
     for parts in random_nodes(60):
         lengths = dict(zip(parts[0].samples.tolist(), parts[0].lengths.tolist(), strict=True))
-        keys = [k for member in range(parts[0].ring_degree) for k in member_rows(parts, member)]
         for part in parts:
+            keys, others = [], set()
+            for source in range(part.ring_degree):
+                rows = seen_keys(part, part.member, source, is_causal, window)
+                stream = member_rows(parts, source)
+                keys += [stream[row] for row in rows]
+                if source == part.member:
+                    assert rows.tolist() == list(range(len(stream)))
+                else:
+                    others |= {stream[row] for row in rows}
             queries, seen = member_rows(parts, part.member), []
             for block in gather_blocks(part, is_causal, window):
                 assert len(set(block.kv_rows.tolist())) == len(block.kv_rows)
                 seen += pairs(block, queries, keys, window)
             assert sorted(seen) == expected_pairs(queries, lengths, is_causal, window)
+            assert others == {key for _, key in seen} - set(queries)  # nothing else is sent
 
 
 def test_gathered_rows_lead_from_samples_to_members() -> None:
