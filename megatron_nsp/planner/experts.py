@@ -135,11 +135,21 @@ def _deal(problem: PassProblem, placement: Placement) -> Placement | None:
         load += np.repeat(exact_sums(placement.index[samples], own[samples, k], num_nodes), degree)
     at_leaf = np.flatnonzero((placement.column == 0) & (placement.index != UNPLACED))
     group_of = placement.index[at_leaf] // group
-    for number in range(problem.tree.num_ranks // group):
-        samples = at_leaf[group_of == number]
-        leaves = range(number * group, (number + 1) * group)
-        if len(state.place_level(0, samples, load, own[samples, 0], allowed=leaves)):
-            return None
+    at_leaf = at_leaf[np.argsort(group_of, kind="stable")]
+    counts = np.bincount(group_of, minlength=problem.tree.num_ranks // group)
+    leaves = np.concatenate(
+        [
+            state.choose_nodes(0, samples, load, own[samples, 0], range(first, first + group))
+            for first, samples in zip(
+                range(0, problem.tree.num_ranks, group),
+                np.split(at_leaf, np.cumsum(counts)[:-1]),
+                strict=True,
+            )
+        ]
+    )
+    if (leaves == UNPLACED).any():
+        return None
+    state.add(0, at_leaf, leaves)
     return state.placement()
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_nsp.plan import IntArray
 from megatron_nsp.planner.problem import PassProblem
@@ -117,6 +116,29 @@ class PassState:
     ) -> IntArray:
         """Places samples on the nodes of one degree, each on the node it leaves least loaded.
 
+        See `choose_nodes` for the arguments.
+
+        Returns:
+            The samples for which no node of the degree has room under the token budget.
+        """
+        if len(samples) == 0:
+            return samples
+        nodes = self.choose_nodes(k, samples, start_ns, cost_ns, allowed)
+        has_node = nodes != UNPLACED
+        self.add(k, samples[has_node], nodes[has_node])
+        left: IntArray = samples[~has_node]
+        return left
+
+    def choose_nodes(
+        self,
+        k: int,
+        samples: IntArray,
+        start_ns: IntArray | None = None,
+        cost_ns: IntArray | None = None,
+        allowed: range | None = None,
+    ) -> IntArray:
+        """Nodes of one degree for samples, each the node it leaves least loaded; books nothing.
+
         A node that is not active yet counts its latency.
 
         Args:
@@ -127,10 +149,8 @@ class PassState:
             allowed: the nodes to use, without it all of the degree.
 
         Returns:
-            The samples for which no node of the degree has room under the token budget.
+            `[samples]` nodes, `UNPLACED` where none has room under the token budget.
         """
-        if len(samples) == 0:
-            return samples
         problem, degree = self.problem, self.problem.tree.degrees[k]
         if start_ns is None:
             start_ns = (self.fwd_ns + self.bwd_ns).reshape(-1, degree).max(axis=1)
@@ -145,14 +165,11 @@ class PassState:
         heapify(heap)
         costs = (cost_ns << shift).tolist()
         if problem.token_budget is not None:
-            placed = np.array(self._nodes_with_room(k, samples, heap, costs, shift), dtype=np.int64)
-            has_node: npt.NDArray[np.bool_] = placed != UNPLACED
-            self.add(k, samples[has_node], placed[has_node])
-            return samples[~has_node]
+            return np.array(self._nodes_with_room(k, samples, heap, costs, shift), dtype=np.int64)
         # `heapreplace` hands back the least key: the node that takes the sample.
         keys = [heapreplace(heap, heap[0] + cost) for cost in costs]
-        self.add(k, samples, np.array(keys, dtype=np.int64) & ((1 << shift) - 1))
-        return samples[:0]
+        nodes_taken: IntArray = np.array(keys, dtype=np.int64) & ((1 << shift) - 1)
+        return nodes_taken
 
     def _nodes_with_room(
         self, k: int, samples: IntArray, heap: list[int], costs: list[int], shift: int
