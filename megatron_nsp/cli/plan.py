@@ -91,6 +91,7 @@ def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
             **cost.profile.to_dict(),
             "backend": cost.backend,
             "recompute": cost.recompute,
+            "recompute_share": cost.recompute_share,
             "save_tokens": cost.save_tokens,
             "overlap": cost.overlap,
             "bwd_attention_factor": BWD_ATTENTION_FACTOR,

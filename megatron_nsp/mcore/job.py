@@ -14,7 +14,7 @@ from megatron_nsp.kernels import choose_kernel, choose_native
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
-from megatron_nsp.mcore.model import kept_by, model_shape, recomputed
+from megatron_nsp.mcore.model import kept_by, model_shape, recompute_share, recomputed
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
 from megatron_nsp.order import ALL_ROOT_FIRST
 from megatron_nsp.plan import IntArray, Plan
@@ -218,6 +218,7 @@ class Job:
             self.tree,
             self.config.backend,
             recompute=recomputed(self.args),
+            recompute_share=recompute_share(self.args),
             overlap=self.config.overlap,
         )
         if not self._save_bytes:

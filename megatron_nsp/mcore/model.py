@@ -136,13 +136,15 @@ def latent_projections(args: argparse.Namespace) -> int:
 
 
 def recomputed(args: argparse.Namespace) -> str:
-    """What a backward pass runs again, as the cost model calls it.
-
-    Layers in part (`--recompute-num-layers` below their number) count as none.
-    """
-    if recomputed_layers(args) < _stage_layers(args):
+    """What a backward pass runs again, as the cost model calls it."""
+    if recomputed_layers(args) == 0:
         return "none"
     return "full" if args.recompute_granularity == "full" else "attention"
+
+
+def recompute_share(args: argparse.Namespace) -> float:
+    """Share of the layers of a pipeline stage that it runs again."""
+    return recomputed_layers(args) / _stage_layers(args)
 
 
 def recomputed_layers(args: argparse.Namespace) -> int:

@@ -69,12 +69,13 @@ class CostModel:
         backend: how nodes may be split: one of `config.BACKENDS`.
         recompute: what a backward pass runs again: 'none', 'attention' (with its exchanges), or
             'full' layers.
+        recompute_share: share of the layers that it is; whole layers, the first of a stage.
         save_tokens: tokens of a rank whose attention output is kept instead.
         overlap: whether the executor streams, so that ring members' transfers hide under compute.
 
     Raises:
-        ValueError: the backend or what is recomputed is unknown, or the backend cannot split the
-            heads at a degree of the tree.
+        ValueError: the backend or what is recomputed is unknown, its share is not one, or the
+            backend cannot split the heads at a degree of the tree.
     """
 
     profile: Profile
@@ -82,6 +83,7 @@ class CostModel:
     tree: SPTree
     backend: str = "ulysses"
     recompute: str = "none"
+    recompute_share: float = 1.0
     save_tokens: int = 0
     overlap: bool = True
 
@@ -91,6 +93,8 @@ class CostModel:
             raise ValueError(
                 f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute}"
             )
+        if not 0 <= self.recompute_share <= 1:
+            raise ValueError(f"recompute_share must be from 0 to 1, got {self.recompute_share}")
         if self.backend not in BACKENDS:
             raise ValueError(f"no SP backend {self.backend}, only {', '.join(BACKENDS)}")
         if self.profile.fitted is not None and self.backend not in ("auto", "ulysses"):
@@ -197,14 +201,15 @@ class CostModel:
         both = {pass_: run(pass_, None) for pass_ in Pass}
         if self.recompute != "none":
             again = self.recompute_pass
-            both[again] = both[again] + run(Pass.FWD, ~is_saved)
+            both[again] = both[again] + self.recompute_share * run(Pass.FWD, ~is_saved)
         return both[Pass.FWD], both[Pass.BWD]
 
     def _dense_us(self, lengths: IntArray) -> tuple[FloatArray, FloatArray]:
         """`[n, K+1]` what each sample costs outside attention in both passes."""
         per_token = {pass_: self.dense_us_per_token(pass_) for pass_ in Pass}
         if self.recompute == "full":
-            per_token[self.recompute_pass] += self.dense_us_per_token(Pass.FWD)
+            again_us = self.recompute_share * self.dense_us_per_token(Pass.FWD)
+            per_token[self.recompute_pass] += again_us
         tokens = np.asarray(lengths, dtype=np.float64)[:, None]
         degrees = np.array(self.tree.degrees)
         return tokens * (per_token[Pass.FWD] / degrees), tokens * (per_token[Pass.BWD] / degrees)
@@ -328,7 +333,7 @@ class CostModel:
             return None
         each_us = np.array([self.expert_us_per_token(pass_) for pass_ in Pass])
         if self.recompute == "full":
-            each_us[0] *= 2.0  # see recompute_pass
+            each_us[0] *= 1.0 + self.recompute_share  # see recompute_pass
         expert_us: FloatArray = np.asarray(lengths, dtype=np.float64)[:, None] * each_us
         return expert_us
 

@@ -55,7 +55,8 @@ def _cost_model(constants: Mapping[str, Any], tree: SPTree) -> CostModel:
     known = {entry.name for entry in fields(Profile)}
     profile = Profile.from_dict({k: v for k, v in constants.items() if k in known})
     shape = ModelShape(**constants["model"])
-    how = {name: constants[name] for name in ("backend", "recompute", "save_tokens", "overlap")}
+    settings = "backend", "recompute", "recompute_share", "save_tokens", "overlap"
+    how = {name: constants[name] for name in settings}
     return CostModel(profile, shape, tree, **how)
 
 

@@ -112,6 +112,7 @@ class _Run:
         if saved.num_saved and self.cost.recompute != "none":
             recomputed = self._paths(saved.recomputed(self.plan), number, Pass.FWD)
         layers = self.cost.shape.num_layers
+        num_recomputed = round(self.cost.recompute_share * layers)
         for pass_, paths in paths_of.items():
             gathered_us = self._start_gather()
             for layer in range(layers):
@@ -122,7 +123,8 @@ class _Run:
                     self._attention(paths, pass_)
                     self._dense(paths, pass_)
                 else:
-                    self._recompute(paths, recomputed)
+                    if layer >= layers - num_recomputed:  # the last ones of backward
+                        self._recompute(paths, recomputed)
                     self._dense(paths, pass_)
                     self._attention(paths, pass_)
                     self._start_scatter()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_nsp.config import NSPConfig
-from megatron_nsp.mcore.model import kept_by, recomputed, recomputed_layers
+from megatron_nsp.mcore.model import kept_by, recompute_share, recomputed, recomputed_layers
 from megatron_nsp.mcore.validate import check_saving
 from megatron_nsp.planner.cost import CostModel
 from megatron_nsp.planner.profile import load_profile
@@ -47,7 +47,7 @@ def arguments(**changed: object) -> SimpleNamespace:
                 "recompute_num_layers": 4,
             },
             4,
-            "none",
+            "full",
         ),
         (
             {
@@ -82,6 +82,7 @@ def test_recomputed_layers_of_the_stage_that_has_most(
     if "recompute_activations" in changed:  # as Megatron's validation leaves it
         args = arguments(**changed | {"recompute_granularity": "selective"})
     assert recomputed(args) == cost_says
+    assert recompute_share(args) == {0: 0, 4: 4 / 6}.get(layers, 1)
 
 
 def test_the_output_costs_nothing_where_attention_alone_is_recomputed() -> None:

@@ -78,7 +78,7 @@ def sample_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
         "none": 0.0,
         "attention": layers * (fwd_us + attention_exchange_us),
         "full": layers * (fwd_us + exchange_us + dense_us) + output_us,
-    }[profile["recompute"]]
+    }[profile["recompute"]] * profile["recompute_share"]
     # Ranks that share experts wait for one another after what is run again, as in forward.
     with_fwd = model["expert_degree"] > 1
     return (
@@ -102,7 +102,7 @@ def expert_us(length: int, profile: dict) -> tuple[float, float]:
     work_us = model["expert_flops_per_token"] * length / profile["dense_flops_per_s"] * 1e6
     sent_us = expert_exchange_us(length, profile)
     fwd_us = model["num_layers"] * (work_us + sent_us)
-    times = 2 if profile["recompute"] == "full" else 1
+    times = 1 + profile["recompute_share"] * (profile["recompute"] == "full")
     return times * fwd_us, model["num_layers"] * (2 * work_us + sent_us)
 
 

@@ -54,7 +54,7 @@ def test_budget_and_chain_reach_the_plan(capsys) -> None:
 
 def test_a_profile_and_lengths_from_files(tmp_path, capsys) -> None:
     data = json.loads(run_plan(capsys, "--lengths 100 --ranks 2 --profile cpu-gloo --json"))
-    others = ("model", "backend", "recompute", "save_tokens", "overlap")
+    others = ("model", "backend", "recompute", "recompute_share", "save_tokens", "overlap")
     fields = {k: v for k, v in data["profile"].items() if k not in others}
     fields = {k: v for k, v in fields.items() if not k.startswith("bwd_")}
     (tmp_path / "p.json").write_text(json.dumps({**fields, "name": "p", "latency_us": 7.0}))

@@ -176,8 +176,8 @@ def test_rates_between_two_lengths_lie_between_and_plans_score_with_them() -> No
         output_flops_per_token=5e5,
     )
     cost = CostModel(profile, experts, SPTree(4, (1, 2, 4)))
-    for recompute in ("attention", "full"):
-        again = dataclasses.replace(cost, recompute=recompute)
+    for recompute, share in (("attention", 1.0), ("full", 1.0), ("attention", 0.5), ("full", 0.25)):
+        again = dataclasses.replace(cost, recompute=recompute, recompute_share=share)
         plan = random_plan(random.Random(2), cost.tree, [70, 500, 120, 3000])
         expected = score_plan(plan.to_dict(), constants(again))
         assert again.score(plan).load_us == pytest.approx(expected.load_us, rel=1e-12)

@@ -276,6 +276,20 @@ def test_saving_more_recomputes_less() -> None:
     assert before == 0.0
 
 
+def test_layers_recomputed_in_part_take_their_share() -> None:
+    cost = dataclasses.replace(cluster(16, 8), recompute="full")
+    plan = random_plan(random.Random(4), cost.tree, [9000, 30, 4000, 12000, 700, 5000, 60])
+    layers = cost.shape.num_layers
+    redone_us = [
+        simulate_plan(
+            plan, dataclasses.replace(cost, recompute_share=number / layers)
+        ).recompute_us.sum()
+        for number in range(layers + 1)
+    ]
+    assert redone_us == pytest.approx([n / layers * redone_us[-1] for n in range(layers + 1)])
+    assert redone_us[-1] > 0
+
+
 def test_ranks_that_hold_nothing_do_not_hold_others_up() -> None:
     tree = SPTree(4, (1, 2, 4))
     cost = dataclasses.replace(workstation(4, (1, 2, 4)), tree=tree)
