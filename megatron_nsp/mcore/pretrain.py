@@ -287,6 +287,8 @@ def main() -> None:
     try:
         pretrain(config, trainer, ModelType.encoder_or_decoder, trainer.forward_step)
         trainer.end()
+    except resume.OtherDrawError as error:
+        refuse(error)
     except Exception as error:
         # The other ranks wait in a collective for this one: say what happened, then end at once,
         # without the teardown of groups that would wait for them.
