@@ -186,6 +186,7 @@ def check_attention(args: argparse.Namespace) -> None:
     check_latent(args)
     check_norms(args)
     check_window(args)
+    check_checkpoints(args)
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
     if not args.nsp_cpu and kernel not in ("cpu-flash", "reference") and not is_half:
         raise ValueError(f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16")
@@ -359,6 +360,19 @@ def check_sinks(args: argparse.Namespace, kernel: AttentionKernel) -> None:
     """
     if args.softmax_type != "vanilla":
         require_lse(kernel, f"--softmax-type {args.softmax_type}")
+
+
+def check_checkpoints(args: argparse.Namespace) -> None:
+    """Refuses checkpoints that Megatron would only fail to write once it gets there.
+
+    Raises:
+        ValueError: names the flags.
+    """
+    if args.use_megatron_fsdp and args.swiglu and args.save and not (args.bf16 or args.fp16):
+        raise ValueError(
+            "--use-megatron-fsdp with --swiglu and --save needs --bf16 or --fp16: Megatron 0.19 "
+            "cannot write its checkpoint in float32"
+        )
 
 
 def check_saving(args: argparse.Namespace, config: NSPConfig, kernel: AttentionKernel) -> None:
