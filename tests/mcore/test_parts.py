@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.training import training
 
 from megatron_nsp.attention import NestedBatch
 from megatron_nsp.backends.node import SavedOutput
 from megatron_nsp.kernels import AttentionMask
+from megatron_nsp.mcore import megatron_fixes
 from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
@@ -66,6 +68,18 @@ def test_megatron_is_shown_the_loss_of_a_rank(
     assert float(reduce(losses)[1]) == 1.0
     expected = {3.0: [False, False], math.inf: [False, "Inf"]}.get(loss, ["NaN", False])
     assert rejected == (expected if is_checked else [])
+
+
+def test_a_run_without_a_folder_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(training, "save_checkpoint_and_time", saved.append)
+    for _ in range(2):
+        megatron_fixes.apply()
+    for iteration, folder in enumerate((None, "checkpoints")):
+        flags = SimpleNamespace(save=folder)
+        monkeypatch.setattr(training, "get_args", lambda flags=flags: flags)
+        training.save_checkpoint_and_time(iteration)
+    assert saved == [1]
 
 
 def config(**fields: object) -> SimpleNamespace:
