@@ -5,6 +5,8 @@ Like `validate.py`, of which this is the part about layers: ValueError, one line
 
 import argparse
 
+from megatron.core.models.backends import HAVE_APEX
+
 ATTENTION_LAYERS = "*+"
 """How a hybrid layer pattern writes attention and latent attention."""
 
@@ -79,6 +81,24 @@ def check_latent(args: argparse.Namespace) -> None:
             "--multi-latent-attention with --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size} needs --transformer-impl transformer_engine and "
             "--sequence-parallel: without them Megatron 0.19 gets its gradients wrong"
+        )
+
+
+def check_norms(args: argparse.Namespace) -> None:
+    """Checks that the norms of Megatron's local layers can run on a part of the tokens.
+
+    A layer of `--spec` brings norms of its own.
+
+    Raises:
+        ValueError: names both flags.
+    """
+    is_split = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    if not is_split or args.transformer_impl != "local" or args.spec is not None:
+        return
+    if args.normalization == "RMSNorm" or not HAVE_APEX:
+        raise ValueError(
+            "--sequence-parallel needs --transformer-impl transformer_engine, which CPU ranks do "
+            "not run, or a --spec: the norm of Megatron's local layers refuses it"
         )
 
 

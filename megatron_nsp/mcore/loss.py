@@ -5,6 +5,7 @@ ranks and micro-batches and divides once, so nothing here divides.
 """
 
 import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -28,3 +29,26 @@ def per_token_loss(losses: Tensor, loss_mask: Tensor, step_has_targets: bool) ->
     reported = num_targets if step_has_targets else torch.ones_like(num_targets)
     report = torch.stack([total.detach(), reported.to(total.dtype)])
     return total, num_targets, {"lm loss": report}
+
+
+def checked_loss(losses: Tensor, loss_mask: Tensor, step_has_targets: bool) -> LossReport:
+    """`per_token_loss`, whose sum Megatron's rerun engine sees before ranks add it up.
+
+    Megatron leaves this check to the loss function. Gradients have one of their own, but not under
+    Megatron-FSDP, where weights would go on as NaN without a word.
+
+    Args:
+        losses: as for `per_token_loss`.
+        loss_mask: as for `per_token_loss`.
+        step_has_targets: as for `per_token_loss`.
+    """
+    total, num_targets, report = per_token_loss(losses, loss_mask, step_has_targets)
+    for name, is_bad in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+        get_rerun_state_machine().validate_result(
+            result=total.detach(),
+            rejection_func=is_bad,
+            message=f"found {name} in the loss of a rank's tokens",
+            tolerance=0.0,
+            fatal=True,
+        )
+    return total, num_targets, report

@@ -1,10 +1,12 @@
 """Changes to Megatron 0.19.x at run time, each with its reason and a way to see when it can go."""
 
+import functools
 import importlib.util
 import os
 from typing import Any
 
 from megatron.core.datasets import utils as dataset_utils
+from megatron.training import training
 
 from megatron_nsp.mcore.torch_adam import make_checkpoints_loadable
 
@@ -13,6 +15,7 @@ def apply() -> None:
     """Applies all of them; a second call changes nothing."""
     _keep_compiled_dataset_index()
     make_checkpoints_loadable()
+    _end_without_a_folder_to_save_in()
 
 
 def _keep_compiled_dataset_index() -> None:
@@ -30,3 +33,22 @@ def _keep_compiled_dataset_index() -> None:
         """Nothing to compile."""
 
     dataset_utils.compile_helpers = keep
+
+
+def _end_without_a_folder_to_save_in() -> None:
+    """Saves nothing where there is no `--save`.
+
+    The rerun engine asks for a checkpoint before it ends a run on a NaN. Without `--save` that is a
+    TypeError, the last thing a job says. Can go when Megatron's `train` looks at the flag first.
+    """
+    save = training.save_checkpoint_and_time
+    if hasattr(save, "__wrapped__"):
+        return
+
+    @functools.wraps(save)
+    def save_if_asked(*args: Any, **kwargs: Any) -> Any:
+        if training.get_args().save is not None or kwargs.get("non_persistent_ckpt"):
+            return save(*args, **kwargs)
+        return None
+
+    training.save_checkpoint_and_time = save_if_asked

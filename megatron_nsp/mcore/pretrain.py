@@ -33,7 +33,7 @@ from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
-from megatron_nsp.mcore.loss import per_token_loss
+from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
@@ -225,7 +225,9 @@ class Trainer:
             **extra,
         )
         loss = partial(
-            per_token_loss, loss_mask=batch.loss_mask, step_has_targets=batch.step_has_targets
+            checked_loss if self.args.check_for_nan_in_loss_and_grad else per_token_loss,
+            loss_mask=batch.loss_mask,
+            step_has_targets=batch.step_has_targets,
         )
         return losses, loss
 
@@ -285,6 +287,8 @@ def main() -> None:
     try:
         pretrain(config, trainer, ModelType.encoder_or_decoder, trainer.forward_step)
         trainer.end()
+    except resume.OtherDrawError as error:
+        refuse(error)
     except Exception as error:
         # The other ranks wait in a collective for this one: say what happened, then end at once,
         # without the teardown of groups that would wait for them.

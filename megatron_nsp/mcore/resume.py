@@ -7,18 +7,30 @@ Megatron's own arguments, and compared on load.
 
 import argparse
 import hashlib
+import json
+from dataclasses import asdict
 from typing import Any
 
+import torch
 from megatron.training import checkpointing
 
 from megatron_nsp.mcore.job import Job
+from megatron_nsp.mcore.model import model_shape, recomputed, recomputed_layers
 
 _FIELD = "nsp_draw"
 
 
+class OtherDrawError(ValueError):
+    """A run would draw other documents than the run that its checkpoint is from."""
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def draw_settings(job: Job) -> dict[str, Any]:
     """Everything that decides which documents a step trains on, by the flag that sets it."""
-    lengths = hashlib.sha256(job.documents.lengths.astype("<i8").tobytes()).hexdigest()[:16]
+    lengths = _digest(job.documents.lengths.astype("<i8").tobytes())
     settings = {
         "--seed": job.args.seed,
         "--nsp-batch-tokens": job.config.batch_tokens,
@@ -27,22 +39,34 @@ def draw_settings(job: Job) -> dict[str, Any]:
         "--nsp-token-budget": job.config.token_budget,
     }
     if job.config.token_budget is not None:  # what is carried over then depends on the plan
-        settings |= {
-            "--nsp-degrees": f"{job.tree.degrees} on {job.tree.num_ranks} ranks",
-            "--nsp-policy": job.config.policy,
-            "--global-batch-size": job.args.global_batch_size,
-            "--nsp-profile": job.profile.name,
-            "--nsp-save-budget-gb": job.config.save_budget_gb,
-        }
+        settings |= _plan_settings(job)
     return settings
+
+
+def _plan_settings(job: Job) -> dict[str, Any]:
+    """Everything that a plan depends on beside the documents."""
+    # Megatron pads the vocabulary later; the weights of a checkpoint fix it anyway.
+    args = argparse.Namespace(**vars(job.args) | {"padded_vocab_size": 1})
+    shape = model_shape(args, torch.empty(0, dtype=args.params_dtype).element_size())
+    numbers = _digest(json.dumps(job.profile.to_dict(), sort_keys=True).encode())
+    return {
+        "--nsp-degrees": f"{job.tree.degrees} on {job.tree.num_ranks} ranks",
+        "--nsp-policy": job.config.policy,
+        "--nsp-backend": job.config.backend,
+        "--no-nsp-overlap": not job.config.overlap,
+        "--global-batch-size": job.args.global_batch_size,
+        "--nsp-profile": f"{job.profile.name}, numbers {numbers}",
+        "--nsp-save-budget-gb": job.config.save_budget_gb,
+        "recomputation": f"{recomputed(args)}, attention in {recomputed_layers(args)} layers",
+    } | {f"a model whose {name} is": value for name, value in asdict(shape).items()}
 
 
 def check_on_load(args: argparse.Namespace, job: Job) -> None:
     """Makes checkpoints carry the settings, and loading compare them.
 
     Megatron saves its arguments and checks a few of them where it loads to resume (not with
-    `--finetune`, which starts over). The wrapper raises ValueError, on all ranks alike, naming the
-    flag and both values.
+    `--finetune`, which starts over). The wrapper raises OtherDrawError, on all ranks alike, naming
+    the flag and both values.
     """
     setattr(args, _FIELD, draw_settings(job))
     check = checkpointing.check_checkpoint_args
@@ -58,11 +82,11 @@ def compare(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Compares the settings of a checkpoint with a run's; one without any comes from elsewhere.
 
     Raises:
-        ValueError: one differs.
+        OtherDrawError: one differs.
     """
     for flag in sorted(saved.keys() | own.keys()) if saved else ():
         if saved.get(flag) != own.get(flag):
-            raise ValueError(
+            raise OtherDrawError(
                 f"the checkpoint was made with {flag} {saved.get(flag)}, this run has "
                 f"{own.get(flag)}: documents would repeat or be left out; --finetune starts over"
             )

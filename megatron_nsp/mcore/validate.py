@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron_nsp.config import NSPConfig, Range, build_tree, flag
 from megatron_nsp.input_layout import static_groups
 from megatron_nsp.kernels import AttentionKernel, require_lse
-from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_window
+from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_norms, check_window
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.model import recomputed_layers
 from megatron_nsp.planner.profile import Profile
@@ -138,6 +138,10 @@ _REFUSED: dict[str, tuple[object, str]] = {
     "experimental_attention_variant": (None, "--experimental-attention-variant is not supported"),
     "qk_clip": (False, "--qk-clip is not supported: it needs the largest attention score"),
     "log_max_attention_logit": (False, "--log-max-attention-logit is not supported"),
+    "check_for_spiky_loss": (
+        False,
+        "--check-for-spiky-loss cannot be used: ranks and steps hold different numbers of tokens",
+    ),
     "cuda_graph_impl": ("none", "--cuda-graph-impl must be none: boundaries change every step"),
     "enable_cuda_graph": (
         False,
@@ -180,7 +184,9 @@ def check_attention(args: argparse.Namespace) -> None:
         raise ValueError("--attention-backend local would take nested attention out of the model")
     check_hybrid(args)
     check_latent(args)
+    check_norms(args)
     check_window(args)
+    check_checkpoints(args)
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
     if not args.nsp_cpu and kernel not in ("cpu-flash", "reference") and not is_half:
         raise ValueError(f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16")
@@ -223,6 +229,11 @@ def check_moe(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--moe-expert-capacity-factor must not be set, got {args.moe_expert_capacity_factor}:"
             " it drops tokens by the counts of one rank"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with experts needs "
+            "--sequence-parallel: Megatron 0.19 trains no experts without it"
         )
     if args.sequence_parallel and args.pipeline_model_parallel_size > 1:
         raise ValueError(
@@ -349,6 +360,19 @@ def check_sinks(args: argparse.Namespace, kernel: AttentionKernel) -> None:
     """
     if args.softmax_type != "vanilla":
         require_lse(kernel, f"--softmax-type {args.softmax_type}")
+
+
+def check_checkpoints(args: argparse.Namespace) -> None:
+    """Refuses checkpoints that Megatron would only fail to write once it gets there.
+
+    Raises:
+        ValueError: names the flags.
+    """
+    if args.use_megatron_fsdp and args.swiglu and args.save and not (args.bf16 or args.fp16):
+        raise ValueError(
+            "--use-megatron-fsdp with --swiglu and --save needs --bf16 or --fp16: Megatron 0.19 "
+            "cannot write its checkpoint in float32"
+        )
 
 
 def check_saving(args: argparse.Namespace, config: NSPConfig, kernel: AttentionKernel) -> None:

@@ -87,6 +87,12 @@ BAD = {
     "--hybrid-layer-pattern *-": "--hybrid-layer-pattern needs Transformer Engine, which is not",
     "--spec nowhere SPEC": "--spec nowhere SPEC cannot be imported",
     "--attention-backend local": "--attention-backend local would take nested attention out of",
+    "--tensor-model-parallel-size 2 --sequence-parallel": "--sequence-parallel needs --transformer"
+    "-impl transformer_engine, which CPU ranks do not run, or a --spec",
+    "--num-experts 4 --tensor-model-parallel-size 2": "--tensor-model-parallel-size 2 with experts"
+    " needs --sequence-parallel",
+    "--check-for-spiky-loss": "--check-for-spiky-loss cannot be used: ranks and steps hold diff",
+    "--use-megatron-fsdp --save x": "--use-megatron-fsdp with --swiglu and --save needs --bf16 or",
     "--qk-clip": "--qk-clip is not supported: it needs the largest attention score",
     "--enable-cuda-graph": "--enable-cuda-graph cannot be used: boundaries change every step",
     "--num-layers-per-virtual-pipeline-stage 1": "virtual-pipeline-stage is not supported yet",

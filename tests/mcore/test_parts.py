@@ -4,18 +4,22 @@ import math
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.training import training
 
 from megatron_nsp.attention import NestedBatch
 from megatron_nsp.backends.node import SavedOutput
 from megatron_nsp.kernels import AttentionMask
+from megatron_nsp.mcore import megatron_fixes
 from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
 from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.pretrain import Trainer
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
 from megatron_nsp.plan import Plan
 from megatron_nsp.tree import Node, SPTree
@@ -36,6 +40,46 @@ def test_a_step_without_targets_reports_zero() -> None:
     losses = torch.tensor([[5.0, 6.0]])
     total, count, report = per_token_loss(losses, torch.zeros(1, 2), step_has_targets=False)
     assert (float(total), int(count), report["lm loss"].tolist()) == (0.0, 0, [0.0, 1.0])
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("loss", [3.0, math.nan, math.inf])
+def test_megatron_is_shown_the_loss_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, loss: float, is_checked: bool
+) -> None:
+    rejected = []
+
+    def validate_result(result: torch.Tensor, rejection_func: Any, message: str, **_: Any) -> None:
+        rejected.append(bool(rejection_func(result)) and message.split()[1])
+
+    machine = SimpleNamespace(validate_result=validate_result)
+    monkeypatch.setattr("megatron_nsp.mcore.loss.get_rerun_state_machine", lambda: machine)
+    args = SimpleNamespace(num_experts=None, check_for_nan_in_loss_and_grad=is_checked)
+    trainer = Trainer(args, SimpleNamespace())  # type: ignore[arg-type]
+    trainer.runtime = SimpleNamespace()  # type: ignore[assignment]
+    rows = {"tokens": None, "labels": None, "loss_mask": torch.ones(1, 1)}
+    nested = NestedBatch.build(Plan.from_nodes(SPTree(1, (1,)), [1], [Node(0, 0)]), 0)
+    batch = SimpleNamespace(
+        **rows, nested=nested, positions=torch.zeros(1), padding_mask=None, step_has_targets=True
+    )
+    losses, reduce = trainer.forward_step(
+        iter([batch]), lambda *_, **__: torch.full((1, 1), loss, requires_grad=True)
+    )
+    assert float(reduce(losses)[1]) == 1.0
+    expected = {3.0: [False, False], math.inf: [False, "Inf"]}.get(loss, ["NaN", False])
+    assert rejected == (expected if is_checked else [])
+
+
+def test_a_run_without_a_folder_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(training, "save_checkpoint_and_time", saved.append)
+    for _ in range(2):
+        megatron_fixes.apply()
+    for iteration, folder in enumerate((None, "checkpoints")):
+        flags = SimpleNamespace(save=folder)
+        monkeypatch.setattr(training, "get_args", lambda flags=flags: flags)
+        training.save_checkpoint_and_time(iteration)
+    assert saved == [1]
 
 
 def config(**fields: object) -> SimpleNamespace:
