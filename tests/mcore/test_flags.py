@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from megatron_nsp.mcore.pretrain import parse_job
 from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.tree import Node, SPTree
 from tests.data_maker import write_documents
+from tests.mcore.help_texts import read_help_texts_once
 from tests.mcore.launch import MODEL, ROOT, command, environment
 
 BAD = {
@@ -129,6 +131,14 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
         index[:bound] + (9).to_bytes(8, "little") + index[bound + 8 :]
     )
     return folder / "docs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def help_texts() -> Iterator[None]:
+    """Every test makes two parsers."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        read_help_texts_once(monkeypatch)
+        yield
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
