@@ -4,12 +4,14 @@ Import it after CPU mode is on.
 """
 
 import os
+import queue
 import random
 import time
 from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import training
 
 from megatron_nsp.mcore import pretrain
@@ -232,6 +234,15 @@ def watch_groups() -> None:
         return result
 
     pretrain.Trainer.__call__ = watched
+
+
+def save_without_a_process() -> None:
+    """Has Megatron pass on what a save wrote within this process.
+
+    Its queue lives in a process of its own, for the sake of saves in the background, which these
+    are not. Starting one costs each rank that saves two seconds, and it outlives a forked rank.
+    """
+    filesystem_async._results_queue = queue.Queue()
 
 
 def delay_at_random(longest_ms: float) -> None:
