@@ -211,6 +211,7 @@ def test_some_rank_says_what_is_wrong(tmp_path: Path, prefix: Path, late: str, b
         "from megatron_nsp.mcore import pretrain\n"
         f"if os.environ['RANK'] in {bad!r}: sys.argv += ['--data-path', 'not_mounted']\n"
         f"if os.environ['RANK'] in {late!r}: time.sleep(3)\n"
+        f"if not {late!r}: pretrain.REFUSAL_WAIT_S = 1.0\n"  # rank 0 has nothing to say
         "pretrain.main()\n".replace("in ''", "in ()")
     )
     done = subprocess.run(
