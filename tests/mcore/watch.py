@@ -186,9 +186,8 @@ def watch_tokens() -> None:
 
         losses, loss = forward(self, Tap(), model)
         (batch,) = batches
-        for row, (document, position) in enumerate(ROWS):
-            if batch.loss_mask[0, row]:
-                TOKENS.append((document, position, float(losses[0, row])))
+        of_rows = zip(ROWS, losses[0].tolist(), batch.loss_mask[0].tolist(), strict=False)
+        TOKENS.extend((*token, value) for token, value, is_target in of_rows if is_target)
         return losses, loss
 
     pretrain.Trainer.forward_step = watched
