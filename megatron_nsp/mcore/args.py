@@ -4,11 +4,13 @@ import argparse
 import ast
 import inspect
 from dataclasses import Field, fields
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from megatron_nsp.config import NSPConfig, flag
 
 
+@cache
 def field_docs() -> dict[str, str]:
     """The string below each field of NSPConfig, on one line."""
     tree = ast.parse(inspect.getsource(NSPConfig)).body[0]

@@ -4,6 +4,7 @@ The mechanism behind `megatron-nsp verify` and behind the attention tests.
 """
 
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -254,6 +255,9 @@ def run_cases(cases: list[AttentionCase], timeout_s: float = 60.0) -> list[list[
     Raises:
         RankError: a rank failed.
     """
+    if any(case.saved is not None for case in cases):
+        # The first call of `checkpoint` imports it: a second and a half, in each forked rank.
+        import_module("torch._dynamo")
     num_ranks = max(case.plan.tree.num_ranks for case in cases)
     per_rank = run_ranks(num_ranks, _rank_cases, cases, timeout_s=timeout_s)
     return [

@@ -1,7 +1,10 @@
 """Forks the ranks of training runs from a process that has imported everything already.
 
-Importing torch and Megatron costs a rank more than a short run does. Reads one JSON job a line from
-standard input and answers with the run's exit code. Ranks get the environment torchrun would give.
+    python -m tests.mcore.fork_server PROGRAM [--float64]
+
+Importing torch and Megatron costs a rank more than a short run does. The program is a module of
+this folder, its `main` gets the job's arguments. Reads one JSON job a line from standard input and
+answers with the run's exit code. Ranks get the environment torchrun would give.
 """
 
 import json
@@ -10,9 +13,31 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+
+from tests.mcore.help_texts import read_help_texts_once
+
+Program = Callable[[list[str]], None]
+
+BEFOREHAND = {
+    "plain": ("tests.mcore.plain",),
+    "probe": (
+        "tests.mcore.watch_recompute",
+        # what a run imports when it first needs it
+        "megatron.core.models.mimo",
+        "megatron.core.tokenizers.text.text_tokenizer",
+        "megatron_nsp.kernels.cpu_flash",
+        "numpy.ma",
+        "torch.utils.serialization",
+    ),
+}
+"""What is imported before a fork, by program: modules alone, nothing has run in them."""
 
 
-def run_rank(rank: int, job: dict, port: int) -> None:
+def run_rank(program: Program, rank: int, job: dict, port: int) -> None:
     """Becomes one rank: never returns."""
     code = 1
     try:
@@ -23,9 +48,7 @@ def run_rank(rank: int, job: dict, port: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
         os.environ |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(port)
-        from tests.mcore import probe
-
-        probe.main(job["argv"])
+        program(job["argv"])
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
@@ -36,7 +59,7 @@ def run_rank(rank: int, job: dict, port: int) -> None:
     os._exit(code)
 
 
-def run(job: dict) -> int:
+def run(program: Program, job: dict) -> int:
     """Runs one job; like torchrun it ends all ranks when one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -45,7 +68,7 @@ def run(job: dict) -> int:
     for rank in range(job["num_ranks"]):
         child = os.fork()
         if child == 0:
-            run_rank(rank, job, port)
+            run_rank(program, rank, job, port)
         ranks.add(child)
     failed = 0
     while ranks:
@@ -58,7 +81,7 @@ def run(job: dict) -> int:
     return failed
 
 
-def serve(float64: bool) -> None:
+def serve(program: str, float64: bool) -> None:
     """Imports what a rank needs, then runs jobs until standard input ends."""
     os.environ["LOCAL_WORLD_SIZE"] = "8"  # the most ranks of any job, asked for at import
     from megatron_nsp.mcore.cpu import enable_cpu_mode
@@ -67,13 +90,15 @@ def serve(float64: bool) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tests.mcore import watch  # noqa: F401
-
+    for module in BEFOREHAND[program]:
+        import_module(module)
+    read_help_texts_once(pytest.MonkeyPatch())
+    main = import_module(f"tests.mcore.{program}").main
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        print(run(json.loads(line)), file=answers, flush=True)
+        print(run(main, json.loads(line)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    serve("--float64" in sys.argv)
+    serve(sys.argv[1], "--float64" in sys.argv)

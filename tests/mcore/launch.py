@@ -117,10 +117,11 @@ def command(num_ranks: int, script: Path, *args: str) -> list[str]:
 
 
 @cache
-def fork_server(float64: bool) -> "subprocess.Popen[str]":
-    """The server that forks the ranks of this test session."""
+def fork_server(program: str, float64: bool) -> "subprocess.Popen[str]":
+    """The server that forks the ranks of this program in this test session."""
     server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.mcore.fork_server"] + ["--float64"] * float64,
+        [sys.executable, "-W", "ignore", "-m", "tests.mcore.fork_server", program]
+        + ["--float64"] * float64,
         cwd=ROOT,
         env=environment(),
         stdin=subprocess.PIPE,
@@ -130,6 +131,30 @@ def fork_server(float64: bool) -> "subprocess.Popen[str]":
     )
     atexit.register(os.killpg, server.pid, signal.SIGKILL)
     return server
+
+
+def run_forked(
+    program: str, float64: bool, num_ranks: int, argv: list[str], log: Path, timeout_s: float = 240
+) -> int:
+    """Runs a program of the fork server; returns the exit code.
+
+    Args:
+        program: which one.
+        float64: whether CPU mode computes in double precision.
+        num_ranks: ranks to start.
+        argv: the program's arguments.
+        log: file that everything the ranks print is added to.
+        timeout_s: limit of the run.
+    """
+    server = fork_server(program, float64)
+    assert server.stdin is not None and server.stdout is not None
+    job = {"num_ranks": num_ranks, "argv": argv, "log": str(log)}
+    print(json.dumps(job), file=server.stdin, flush=True)
+    if not select.select([server.stdout], [], [], timeout_s)[0]:
+        os.killpg(server.pid, signal.SIGKILL)
+        fork_server.cache_clear()
+        raise AssertionError(f"no answer within {timeout_s} s:\n{log.read_text()[-6000:]}")
+    return int(server.stdout.readline())
 
 
 def train(num_ranks: int, out: Path, *args: str, timeout_s: float = 240, check: bool = True) -> Run:
@@ -143,16 +168,9 @@ def train(num_ranks: int, out: Path, *args: str, timeout_s: float = 240, check: 
         check: fail when the run does.
     """
     out.mkdir(parents=True, exist_ok=True)
-    server = fork_server("--probe-float64" in args)
-    assert server.stdin is not None and server.stdout is not None
     argv, log = [str(out), *model_flags(args)], out / "output.log"
-    job = {"num_ranks": num_ranks, "argv": argv, "log": str(log)}
-    print(json.dumps(job), file=server.stdin, flush=True)
-    if not select.select([server.stdout], [], [], timeout_s)[0]:
-        os.killpg(server.pid, signal.SIGKILL)
-        fork_server.cache_clear()
-        raise AssertionError(f"no answer within {timeout_s} s:\n{log.read_text()[-6000:]}")
-    return finished(num_ranks, out, log.read_text(), int(server.stdout.readline()), check)
+    code = run_forked("probe", "--probe-float64" in args, num_ranks, argv, log, timeout_s)
+    return finished(num_ranks, out, log.read_text(), code, check)
 
 
 def train_with_torchrun(num_ranks: int, out: Path, *args: str, timeout_s: float = 240) -> Run:

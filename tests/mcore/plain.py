@@ -1,12 +1,10 @@
 """The independent reference: Megatron alone, one whole document at a time, in double precision.
 
-    python -m tests.mcore.plain OUT FLAGS OF MEGATRON
-
 Nothing of the product takes part but CPU mode: Megatron's own layer spec, DotProductAttention and
 rotary embedding, tokens straight from the .bin file, labels shifted here. Megatron has no attention
 on CPU whose values have another head dim than its queries: latent attention gets one from here.
-Writes OUT: every token's loss by document and position, and every parameter's gradient of the mean
-loss over all targets.
+Its arguments are OUT and flags of Megatron. Writes OUT: every token's loss by document and
+position, and every parameter's gradient of the mean loss over all targets.
 """
 
 import sys
@@ -74,9 +72,9 @@ def build(args: Any) -> Any:
     return GPTModelBuilder(config)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Runs all documents through the model once."""
-    out = sys.argv.pop(1)
+    out, *sys.argv[1:] = argv
     args = parse_and_validate_args(defaults)
     dataset_utils.compile_helpers = lambda *_: None  # the wheel cannot build them
     initialize_megatron()
@@ -99,7 +97,3 @@ def main() -> None:
     (total / len(losses)).backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     torch.save({"losses": losses, "grads": grads}, out)
-
-
-if __name__ == "__main__":
-    main()

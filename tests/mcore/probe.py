@@ -65,6 +65,7 @@ def main(argv: list[str]) -> None:
     watch.watch_groups()
     watch.watch_rotary()
     watch.watch_reads()
+    watch.save_without_a_process()
     if options.probe_layer_inputs:
         watch.watch_layer_inputs()
     if options.probe_one_expert:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from megatron_nsp.mcore.pretrain import parse_job
 from megatron_nsp.plan import CARRIED, Plan
 from megatron_nsp.tree import Node, SPTree
 from tests.data_maker import write_documents
+from tests.mcore.help_texts import read_help_texts_once
 from tests.mcore.launch import MODEL, ROOT, command, environment
 
 BAD = {
@@ -137,6 +139,14 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "docs"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def help_texts() -> Iterator[None]:
+    """Every test makes two parsers."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        read_help_texts_once(monkeypatch)
+        yield
+
+
 def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     """Parses a command line of a six-rank job."""
     monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", *flags])
@@ -207,6 +217,7 @@ def test_some_rank_says_what_is_wrong(tmp_path: Path, prefix: Path, late: str, b
         "from megatron_nsp.mcore import pretrain\n"
         f"if os.environ['RANK'] in {bad!r}: sys.argv += ['--data-path', 'not_mounted']\n"
         f"if os.environ['RANK'] in {late!r}: time.sleep(3)\n"
+        f"if not {late!r}: pretrain.REFUSAL_WAIT_S = 1.0\n"  # rank 0 has nothing to say
         "pretrain.main()\n".replace("in ''", "in ()")
     )
     done = subprocess.run(

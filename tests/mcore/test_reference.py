@@ -3,8 +3,6 @@
 The other tests compare placements with one another; what every placement gets wrong shows here.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,9 @@ from tests.data_maker import write_documents
 from tests.mcore.launch import (
     LATENT,
     MOE,
-    ROOT,
     Run,
-    environment,
     model_flags,
+    run_forked,
     shared_checkpoint,
     train,
 )
@@ -52,15 +49,9 @@ MODELS: dict[str, list[str]] = {
 def plain(out: Path, documents: Path, *flags: str) -> dict:
     """Losses and gradients of Megatron alone."""
     args = ["--documents", str(documents), "--lengths", ",".join(map(str, LENGTHS))]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.mcore.plain", str(out), *model_flags(flags), *args],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    argv, log = [str(out), *model_flags(flags), *args], out.with_suffix(".log")
+    code = run_forked("plain", True, 1, argv, log)
+    assert code == 0, log.read_text()[-3000:]
     results: dict = torch.load(out, weights_only=False)
     return results
 
