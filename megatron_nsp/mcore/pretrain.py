@@ -77,6 +77,8 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
         args = parse_and_validate_args(add_args, args_defaults=defaults)
     except AssertionError as error:  # how Megatron refuses flags
         raise ValueError(_one_line(error)) from error
+    except (AttributeError, LookupError, OSError, TypeError) as error:  # files that flags name
+        raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from error
     return args, dataclasses.replace(job, args=args)
 
 

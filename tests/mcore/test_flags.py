@@ -296,6 +296,21 @@ def test_bad_data(monkeypatch: pytest.MonkeyPatch, prefix: Path, name: str, mess
         parse(monkeypatch, MODEL)
 
 
+@pytest.mark.parametrize("text", [None, "no json", "[1]", "{}", '{"block_configs": [3]}'])
+def test_a_file_of_layers_that_holds_none(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path, text: str | None
+) -> None:
+    path = prefix.with_name("layers.json")
+    path.unlink(missing_ok=True)
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+        parse(
+            monkeypatch,
+            [*MODEL, "--data-path", str(prefix), "--heterogeneous-layers-config-path", str(path)],
+        )
+
+
 def test_exit_code_two_and_one_line(prefix: Path) -> None:
     flags = [*MODEL, "--data-path", str(prefix), "--context-parallel-size", "2"]
     done = subprocess.run(
