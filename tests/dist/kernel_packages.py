@@ -208,7 +208,16 @@ PACKAGES: dict[str, tuple[str, Callable[[Package], dict[str, dict[str, Any]]]]] 
 }
 """By what is tested: the kernel's name and the modules of its package."""
 
-OURS = ("cuda_varlen", "flash_attn2", "flash_attn3", "flash_attn4", "te", "te_attention", "te_cp", "te_module")
+OURS = (
+    "cuda_varlen",
+    "flash_attn2",
+    "flash_attn3",
+    "flash_attn4",
+    "te",
+    "te_attention",
+    "te_cp",
+    "te_module",
+)
 
 
 @contextmanager

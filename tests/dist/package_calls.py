@@ -1,4 +1,4 @@
-"""What all stand-ins for attention packages share: calls bound to a signature, and what they mean."""
+"""What stand-ins for attention packages share: calls bound to a signature, and what they mean."""
 
 import inspect
 from collections.abc import Callable

@@ -14,8 +14,8 @@ from megatron_nsp.groups import NestedGroups
 from megatron_nsp.kernels import AttentionMask, choose_kernel
 from megatron_nsp.plan import Plan
 from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.shape import ModelShape
 from megatron_nsp.planner.profile import load_profile
+from megatron_nsp.planner.shape import ModelShape
 from megatron_nsp.planner.window import plan_batch
 from megatron_nsp.testing.logging_group import CollectiveLog, logged_new_group
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree

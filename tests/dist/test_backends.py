@@ -11,11 +11,10 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_nsp.order import NodeOrders, safe_orders
 from megatron_nsp.attention import NestedBatch
 from megatron_nsp.kernels import AttentionMask
+from megatron_nsp.order import NodeOrders, safe_orders
 from megatron_nsp.plan import Plan
-from megatron_nsp.schedule import Pass
 from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
 from megatron_nsp.schedule import Pass
 from megatron_nsp.split import Split
@@ -41,10 +40,7 @@ def random_saved(rng: random.Random, plan: Plan) -> SavedSamples | None:
     if rng.random() < 0.4:
         return None
     return SavedSamples(
-        {
-            (0, node): rng.randint(0, len(plan.samples_of(node)))
-            for node in plan.active_nodes()
-        }
+        {(0, node): rng.randint(0, len(plan.samples_of(node))) for node in plan.active_nodes()}
     )
 
 
@@ -172,9 +168,9 @@ BF16_BOUNDS = {
     Split(4): 1.5,
     Split(2): 1.5,
 }
-"""Largest bf16 error at degree 8 over that at degree 1, by how the node divides attention. Only heads
-divided: nothing else is rounded. Keys and values elsewhere: a kernel rounds what it gives for each
-part of the keys, as much again as it rounds the whole, hence the root of two."""
+"""Largest bf16 error at degree 8 over that at degree 1, by how the node divides attention. Only
+heads divided: nothing else is rounded. Keys and values elsewhere: a kernel rounds what it gives for
+each part of the keys, as much again as it rounds the whole, hence the root of two."""
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])

@@ -1,4 +1,4 @@
-"""`make gpu` on a machine without a GPU: it says so, its smoke run passes, and its checks can fail."""
+"""`make gpu` without a GPU: it says so, its smoke run passes, and its checks can fail."""
 
 import json
 import subprocess

@@ -133,7 +133,7 @@ def test_uneven_heads_and_strides_are_refused(kernel: AttentionKernel) -> None:
     _, q, k, v = inputs(CASES["causal"])
     with pytest.raises(ValueError, match="4 query heads are no multiple of 3"):
         kernel.forward(q, k[:, :3].contiguous(), v[:, :3].contiguous(), WHOLE, CAUSAL)
-    with pytest.raises(ValueError, match="kernel input 0 .* not contiguous"):
+    with pytest.raises(ValueError, match=r"kernel input 0 .* not contiguous"):
         kernel.forward(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, WHOLE, CAUSAL)
 
 
@@ -174,7 +174,7 @@ def test_a_package_that_does_not_load_is_named(package: Package) -> None:
 def test_an_old_transformer_engine_is_named(package: Package) -> None:
     modules = PACKAGES["te, packed"][1](package)
     modules["transformer_engine.pytorch.cpp_extensions.fused_attn"]["fused_attn_bwd"] = print
-    with installed(modules), pytest.raises(ValueError, match="of a version before 2.15"):
+    with installed(modules), pytest.raises(ValueError, match=r"of a version before 2\.15"):
         choose_kernel("te", CUDA)
 
 

@@ -2,10 +2,10 @@
 TE that is bound to its recorded signatures.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from contextlib import contextmanager
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -231,7 +231,9 @@ def refusals(
     runtime = AttentionRuntime(
         NestedGroups(TREE, 0, 0, groups), CpuFlashKernel(), build_queue(CPU, False), native
     )
-    q, k, v = (torch.zeros(batch.layout.buffer_tokens, n, 8) for n in (8, num_kv_heads, num_kv_heads))
+    q, k, v = (
+        torch.zeros(batch.layout.buffer_tokens, n, 8) for n in (8, num_kv_heads, num_kv_heads)
+    )
     nested_attention(
         q, k, v, batch, AttentionMask(0.3, **mask), runtime, sinks, Layer(1, is_training=True)
     )
@@ -323,5 +325,7 @@ def test_a_backend_that_is_not_there_is_named() -> None:
             choose_native("te-a2a", cuda)
     with installed(te_cp(Package(), lambda: None)):
         assert type(choose_native("te-p2p", cuda)).__name__ == "TeContextParallel"
-        with pytest.raises(ValueError, match="--nsp-backend te-p2p runs on cuda tensors, .* is cpu"):
+        with pytest.raises(
+            ValueError, match=r"--nsp-backend te-p2p runs on cuda tensors, .* is cpu"
+        ):
             choose_native("te-p2p", CPU)

@@ -147,9 +147,7 @@ def check_gradients(rank: int) -> None:
         planned = numbers(layout, plan)
         pad = torch.zeros(layout.num_filler_tokens, 2, dtype=torch.float64)
 
-        def over(
-            whole: Tensor, reshard_map=reshard_map, static=static, planned=planned
-        ) -> Tensor:
+        def over(whole: Tensor, reshard_map=reshard_map, static=static, planned=planned) -> Tensor:
             own = SameOnAllRanks.apply(whole)[static]
             x_plan = to_plan(own, reshard_map, dist.group.WORLD)[: len(planned)]
             return SumOverRanks.apply(torch.zeros_like(whole).index_add(0, planned, x_plan.sin()))
@@ -176,7 +174,9 @@ def check_refusals(rank: int) -> None:
     tree, world = SPTree(2, (1, 2)), dist.group.WORLD
     plan = Plan.from_nodes(tree, [5, 2], [tree.node(2, 0), tree.node(1, 0)])
     own = ReshardMap.build(plan, 0, rank, 2)
-    with pytest.raises(ValueError, match=f"to_plan got 9 rows, the map gives rank {rank} {3 + rank}"):
+    with pytest.raises(
+        ValueError, match=f"to_plan got 9 rows, the map gives rank {rank} {3 + rank}"
+    ):
         to_plan(torch.zeros(9), own, world)
     with pytest.raises(ValueError, match=f"to_static got 9 rows, the map gives rank {rank} "):
         to_static(torch.zeros(9), own, world)
