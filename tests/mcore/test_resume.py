@@ -21,7 +21,7 @@ OTHER_PLANS = {
     "--nsp-max-degree 2": "--nsp-degrees .* on 4 ranks, this run has .* on 4 ranks",
     "--window-size 20,0": "a model whose num_windowed_layers is 0, this run has 2",
     f"{WHOLE} uniform": "recomputation none, attention in 0 layers, this run has full, attention i",
-    f"{WHOLE} block --recompute-num-layers 1": "attention in 0 layers, this run has none, attenti",
+    f"{WHOLE} block --recompute-num-layers 1": "in 0 layers, this run has full, attention in 1",
     "--bf16": "a model whose bytes_per_element is 4, this run has 2",
     f"{' '.join(MOE)} --expert-model-parallel-size 2": "a model whose dense_flops_per_token is",
 }
