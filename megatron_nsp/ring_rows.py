@@ -19,6 +19,7 @@ Transformer Engine's own context parallelism wants every chunk filled up: a memb
 each sample, of which its tokens are the first ones of either half.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,20 +92,21 @@ def ring_block(part: NodeSlice, q_member: int, kv_member: int, is_causal: bool) 
 
 
 def gather_blocks(
-    part: NodeSlice, is_causal: bool, window_left: int | None
+    part: NodeSlice, held: Sequence[IntArray], is_causal: bool, window_left: int | None
 ) -> tuple[BlockRows, ...]:
     """What this rank's member computes once it holds the keys that it sees of all members.
 
-    Key rows count in the `seen_keys` of members 0..R-1, one after the other. No row of a call comes
+    Key rows count in what is held of members 0..R-1, one after the other. No row of a call comes
     twice, so gradients of keys are added up in a fixed order, call by call.
 
     Args:
         part: this rank's slice of the node.
+        held: the `seen_keys` of each member.
         is_causal: whether the mask is causal.
         window_left: most tokens before itself that a token sees; None = all.
     """
     heads, tails = head_and_tail_tokens(part.lengths, part.split)
-    row_of = _held_rows(part, is_causal, window_left)[gathered_rows(part)]
+    row_of = _held_rows(part, held)[gathered_rows(part)]
     first = part.cu_seqlens[:-1]
     both = (heads + tails)[part.member]
     q_starts = np.cumsum(both) - both
@@ -159,15 +161,12 @@ def seen_keys(
     return _runs(np.stack(starts, axis=1).reshape(-1), np.stack(lengths, axis=1).reshape(-1))
 
 
-def _held_rows(part: NodeSlice, is_causal: bool, window_left: int | None) -> IntArray:
+def _held_rows(part: NodeSlice, held: Sequence[IntArray]) -> IntArray:
     """Row in what this rank's member holds of each row of all streams in turn; -1 if it is not."""
-    streams = part.member_tokens
-    held = [
-        seen_keys(part, part.member, source, is_causal, window_left) + sum(streams[:source])
-        for source in range(part.ring_degree)
-    ]
-    rows = np.full(sum(streams), -1, dtype=np.int64)
-    rows[np.concatenate(held)] = np.arange(sum(map(len, held)))
+    starts = np.cumsum(part.member_tokens) - part.member_tokens
+    all_rows = np.concatenate([rows + start for rows, start in zip(held, starts, strict=True)])
+    rows = np.full(sum(part.member_tokens), -1, dtype=np.int64)
+    rows[all_rows] = np.arange(len(all_rows))
     return rows
 
 

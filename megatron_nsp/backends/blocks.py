@@ -176,12 +176,13 @@ def node_rounds(part: NodeSlice, mask: AttentionMask) -> Rounds:
 
 def _gather_round(part: NodeSlice, mask: AttentionMask) -> Round:
     how, members = (mask.is_causal, mask.window_left), range(part.ring_degree)
-    held = tuple(len(seen_keys(part, part.member, source, *how)) for source in members)
+    held = [seen_keys(part, part.member, source, *how) for source in members]
+    counts = tuple(map(len, held))
     returned = tuple(
         Rows.of(seen_keys(part, user, part.member, *how), part.stream_tokens) for user in members
     )
-    calls = _calls(gather_blocks(part, *how), part.stream_tokens, sum(held))
-    return Round(calls, returned, held)
+    calls = _calls(gather_blocks(part, held, *how), part.stream_tokens, sum(counts))
+    return Round(calls, returned, counts)
 
 
 def _calls(blocks: tuple[BlockRows, ...], num_queries: int, num_keys: int) -> tuple[Block, ...]:

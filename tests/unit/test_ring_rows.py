@@ -181,17 +181,18 @@ def test_gathered_keys_cover_every_pair_once(is_causal: bool, window: int | None
     for parts in random_nodes(60):
         lengths = dict(zip(parts[0].samples.tolist(), parts[0].lengths.tolist(), strict=True))
         for part in parts:
-            keys, others = [], set()
+            keys, others, held = [], set(), []
             for source in range(part.ring_degree):
                 rows = seen_keys(part, part.member, source, is_causal, window)
                 stream = member_rows(parts, source)
+                held.append(rows)
                 keys += [stream[row] for row in rows]
                 if source == part.member:
                     assert rows.tolist() == list(range(len(stream)))
                 else:
                     others |= {stream[row] for row in rows}
             queries, seen = member_rows(parts, part.member), []
-            for block in gather_blocks(part, is_causal, window):
+            for block in gather_blocks(part, held, is_causal, window):
                 assert len(set(block.kv_rows.tolist())) == len(block.kv_rows)
                 seen += pairs(block, queries, keys, window)
             assert sorted(seen) == expected_pairs(queries, lengths, is_causal, window)
