@@ -116,29 +116,6 @@ class PassState:
     ) -> IntArray:
         """Places samples on the nodes of one degree, each on the node it leaves least loaded.
 
-        See `choose_nodes` for the arguments.
-
-        Returns:
-            The samples for which no node of the degree has room under the token budget.
-        """
-        if len(samples) == 0:
-            return samples
-        nodes = self.choose_nodes(k, samples, start_ns, cost_ns, allowed)
-        has_node = nodes != UNPLACED
-        self.add(k, samples[has_node], nodes[has_node])
-        left: IntArray = samples[~has_node]
-        return left
-
-    def choose_nodes(
-        self,
-        k: int,
-        samples: IntArray,
-        start_ns: IntArray | None = None,
-        cost_ns: IntArray | None = None,
-        allowed: range | None = None,
-    ) -> IntArray:
-        """Nodes of one degree for samples, each the node it leaves least loaded; books nothing.
-
         A node that is not active yet counts its latency.
 
         Args:
@@ -149,27 +126,42 @@ class PassState:
             allowed: the nodes to use, without it all of the degree.
 
         Returns:
-            `[samples]` nodes, `UNPLACED` where none has room under the token budget.
+            The samples for which no node of the degree has room under the token budget.
         """
+        if len(samples) == 0:
+            return samples
         problem, degree = self.problem, self.problem.tree.degrees[k]
         if start_ns is None:
             start_ns = (self.fwd_ns + self.bwd_ns).reshape(-1, degree).max(axis=1)
         if cost_ns is None:
             cost_ns = problem.total_ns[samples, k]
             start_ns = start_ns + np.where(self.stream_tokens[k] > 0, 0, 2 * problem.latency_ns[k])
+        usable = range(len(start_ns)) if allowed is None else allowed
+        nodes = self.choose_nodes(k, samples, start_ns, cost_ns, usable)
+        has_node = nodes != UNPLACED
+        self.add(k, samples[has_node], nodes[has_node])
+        left: IntArray = samples[~has_node]
+        return left
+
+    def choose_nodes(
+        self, k: int, samples: IntArray, start_ns: IntArray, cost_ns: IntArray, usable: range
+    ) -> IntArray:
+        """`[samples]` the nodes that `place_level` takes, `UNPLACED` where none has room.
+
+        Books nothing; samples that share no usable node are chosen for alike before and after.
+        """
         # One integer carries the load and, in its low bits, the node: ties go to the first node.
         shift = len(start_ns).bit_length()
-        usable = range(len(start_ns)) if allowed is None else allowed
         nodes = np.arange(usable.start, usable.stop)
         heap = ((start_ns[usable.start : usable.stop] << shift) | nodes).tolist()
         heapify(heap)
         costs = (cost_ns << shift).tolist()
-        if problem.token_budget is not None:
+        if self.problem.token_budget is not None:
             return np.array(self._nodes_with_room(k, samples, heap, costs, shift), dtype=np.int64)
         # `heapreplace` hands back the least key: the node that takes the sample.
         keys = [heapreplace(heap, heap[0] + cost) for cost in costs]
-        nodes_taken: IntArray = np.array(keys, dtype=np.int64) & ((1 << shift) - 1)
-        return nodes_taken
+        taken: IntArray = np.array(keys, dtype=np.int64) & ((1 << shift) - 1)
+        return taken
 
     def _nodes_with_room(
         self, k: int, samples: IntArray, heap: list[int], costs: list[int], shift: int
