@@ -9,7 +9,7 @@ import sys
 
 if __name__ == "__main__":
     if "--nsp-cpu" in sys.argv:
-        from megatron_nsp.mcore.cpu import enable_cpu_mode
+        from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
         enable_cpu_mode()  # before Megatron is imported
     from megatron_nsp.mcore.pretrain import main

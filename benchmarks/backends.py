@@ -19,11 +19,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
-from megatron_nsp.planner.lengths import draw_batch, load_table
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
 from megatron_nsp.simulator import simulate_plan
-from megatron_nsp.tree import SPTree
+from megatron_nsp.steps.lengths import draw_batch, load_table
 
 MODEL, PROFILE, NUM_RANKS = "qwen3-30b-a3b", "h200-ib", 64
 DEGREES, LENGTHS = (8, 16, 32, 64), (8, 16, 32, 64, 128, 256, 512)

@@ -17,12 +17,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_nsp.config import is_admissible
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.plan.heads import is_admissible
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
 from megatron_nsp.simulator import IterationSettings, simulate_plan
 from megatron_nsp.simulator.sharding import sharding_us
-from megatron_nsp.tree import SPTree
 
 NUM_RANKS, PROFILE = 8, "a100-40gb-4x2"
 SIX = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen1.5-1.8b", "qwen2.5-3b", "qwen3-8b")

@@ -29,10 +29,13 @@ from comparison import Turn, write_turns  # noqa: E402
 from demo import build_corpus, cost_model, draw_batches, setting  # noqa: E402
 from hosts import cluster, join, launch, measured_ms, profile_worker  # noqa: E402
 
-from megatron_nsp.plan import IntArray, Plan  # noqa: E402
-from megatron_nsp.planner import CostModel, load_profile, plan_batch  # noqa: E402
-from megatron_nsp.planner.lengths import load_lengths  # noqa: E402
+from megatron_nsp.arrays import IntArray  # noqa: E402
+from megatron_nsp.cost.cost_model import CostModel  # noqa: E402
+from megatron_nsp.cost.profile import load_profile  # noqa: E402
+from megatron_nsp.plan.plan import Plan  # noqa: E402
+from megatron_nsp.planner import plan_batch  # noqa: E402
 from megatron_nsp.simulator import IterationSettings, simulate_plan  # noqa: E402
+from megatron_nsp.steps.lengths import load_lengths  # noqa: E402
 
 NUM_RANKS = 4
 PLANS = ("leaves", "search", "root", "disjoint-lpt", "half", "one")
@@ -51,7 +54,7 @@ def worker(groups: str, words: list[str]) -> int:
     if words[0] == "profile":
         return profile_worker(words[1:])
     sys.argv = ["calibration.py", *words[1:]]
-    from megatron_nsp.mcore.cpu import enable_cpu_mode
+    from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode()
     from megatron_nsp.mcore import pretrain

@@ -21,15 +21,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner import (
-    CostModel,
-    ModelShape,
-    PlanResult,
-    load_profile,
-    plan_batch,
-)
-from megatron_nsp.tree import SPTree
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import PlanResult, plan_batch
 
 BATCH_SIZE, MULTIPLE, LONGEST = 512, 128, 192_000 - 128
 SETTINGS = {"70 GB": (15_591, 1), "30 GB": (6_449, 2)}

@@ -32,23 +32,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nsp import executor
-from megatron_nsp.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.backends.base import Exchange
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import (
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime import executor
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.runtime.backends.base import Exchange
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import (
     KERNELS,
     AttentionKernel,
     AttentionMask,
     SampleBounds,
     choose_kernel,
 )
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner.models import known_model
-from megatron_nsp.planner.profile import load_profile
-from megatron_nsp.profiler import GPU_EFFORT, Effort, Profiler
+from megatron_nsp.runtime.profiler import GPU_EFFORT, Effort, Profiler
 from megatron_nsp.testing.kernel_errors import errors_by_degree, kernel_errors
-from megatron_nsp.tree import SPTree
 
 MOST_RELATIVE_ERROR = 0.01
 """Of 16-bit output and gradients, root of the mean square: bfloat16 rounds to 0.0017 of a value."""

@@ -33,11 +33,15 @@ from comparison import Turn, write_turns  # noqa: E402
 from hosts import add_cluster_flags, cluster, join, launch, profile_worker  # noqa: E402
 from traced import Part, read_steps, train  # noqa: E402
 
-from megatron_nsp.plan import IntArray, Plan  # noqa: E402
-from megatron_nsp.planner import CostModel, Model, load_profile, plan_batch  # noqa: E402
-from megatron_nsp.planner.lengths import load_table, table_names  # noqa: E402
-from megatron_nsp.sampler import Batch, BatchSampler  # noqa: E402
-from megatron_nsp.tree import SPTree  # noqa: E402
+from megatron_nsp.arrays import IntArray  # noqa: E402
+from megatron_nsp.cost.cost_model import CostModel  # noqa: E402
+from megatron_nsp.cost.models import Model  # noqa: E402
+from megatron_nsp.cost.profile import load_profile  # noqa: E402
+from megatron_nsp.plan.plan import Plan  # noqa: E402
+from megatron_nsp.plan.tree import SPTree  # noqa: E402
+from megatron_nsp.planner import plan_batch  # noqa: E402
+from megatron_nsp.steps.lengths import load_table, table_names  # noqa: E402
+from megatron_nsp.steps.sampler import Batch, BatchSampler  # noqa: E402
 
 TREE = SPTree(4, (1, 2, 4))
 LAYERS, HIDDEN, FFN, HEADS, HEAD_DIM, SEED = 2, 128, 384, 8, 16, 15

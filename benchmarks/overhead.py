@@ -35,17 +35,17 @@ MODEL = (  # noqa: SIM905 - reads as the command line it is
 
 def worker() -> None:
     """One rank of the training run; prints nothing but Megatron's log."""
-    from megatron_nsp.mcore.cpu import enable_cpu_mode
+    from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode()
     import torch
     from megatron.training import training
 
-    from megatron_nsp.kernels import SampleBounds
-    from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
     from megatron_nsp.mcore import pretrain, spec
     from megatron_nsp.mcore.data import MicroBatch
     from megatron_nsp.mcore.params import NestedSeqParams
+    from megatron_nsp.runtime.kernels import SampleBounds
+    from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 
     kernel = CpuFlashKernel()
 

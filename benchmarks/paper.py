@@ -19,20 +19,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_nsp.planner import (
-    CostModel,
-    MemoryPlan,
-    known_model,
-    load_profile,
-    token_budget,
-)
-from megatron_nsp.planner.lengths import draw_batch, load_table, table_names
-from megatron_nsp.planner.saving import aware_of_saving, kept_output
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.memory import MemoryPlan, token_budget
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.cost.saving import aware_of_saving, kept_output
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.simulator.ablation import FULL, ablate
 from megatron_nsp.simulator.compare import Setting, compare, run_trials
 from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
-from megatron_nsp.tree import SPTree
+from megatron_nsp.steps.lengths import draw_batch, load_table, table_names
 
 NUM_RANKS, BATCH_TOKENS = 64, 2_000_000
 ABLATION_LONGEST = 192 * 1024

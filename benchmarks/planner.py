@@ -30,9 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_nsp.cli.plan import report  # noqa: E402
-from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch  # noqa: E402
-from megatron_nsp.planner.lengths import draw_batch, load_table, table_names  # noqa: E402
-from megatron_nsp.tree import SPTree  # noqa: E402
+from megatron_nsp.cost.cost_model import CostModel  # noqa: E402
+from megatron_nsp.cost.models import known_model  # noqa: E402
+from megatron_nsp.cost.profile import load_profile  # noqa: E402
+from megatron_nsp.plan.tree import SPTree  # noqa: E402
+from megatron_nsp.planner import plan_batch  # noqa: E402
+from megatron_nsp.steps.lengths import draw_batch, load_table, table_names  # noqa: E402
 from tests.unit.scorer import score_plan  # noqa: E402
 
 MODELS = {"qwen3-30b-a3b": (32, 1), "qwen3-235b-a22b": (64, 8)}

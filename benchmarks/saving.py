@@ -36,7 +36,7 @@ MODEL = (  # noqa: SIM905 - reads as the command line it is
 
 def worker() -> None:
     """One rank of the training run; prints what each mode keeps beside Megatron's log."""
-    from megatron_nsp.mcore.cpu import enable_cpu_mode
+    from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode()
     import dataclasses
@@ -48,7 +48,7 @@ def worker() -> None:
     from megatron_nsp.mcore import pretrain
     from megatron_nsp.mcore.data import MicroBatch
     from megatron_nsp.mcore.model import kept_by, model_shape
-    from megatron_nsp.recompute import NOTHING_SAVED, mark_saved
+    from megatron_nsp.plan.saving import NOTHING_SAVED, mark_saved
 
     def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
         found = [tensor.untyped_storage() for tensor in tensors]

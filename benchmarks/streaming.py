@@ -28,11 +28,13 @@ from comparison import Turn, write_turns  # noqa: E402
 from hosts import add_cluster_flags, cluster, join, launch, profile_worker  # noqa: E402
 from traced import Part, read_steps, train  # noqa: E402
 
-from megatron_nsp.plan import Plan  # noqa: E402
-from megatron_nsp.planner import CostModel, Model, load_profile  # noqa: E402
-from megatron_nsp.sampler import BatchSampler  # noqa: E402
+from megatron_nsp.cost.cost_model import CostModel  # noqa: E402
+from megatron_nsp.cost.models import Model  # noqa: E402
+from megatron_nsp.cost.profile import load_profile  # noqa: E402
+from megatron_nsp.plan.plan import Plan  # noqa: E402
+from megatron_nsp.plan.tree import SPTree  # noqa: E402
 from megatron_nsp.simulator import IterationSettings, simulate_plan  # noqa: E402
-from megatron_nsp.tree import SPTree  # noqa: E402
+from megatron_nsp.steps.sampler import BatchSampler  # noqa: E402
 
 TREE = SPTree(4, (1, 2, 4))
 SAMPLES = {6144: (4,), 4344: (2, 2), 3072: (1, 1, 1, 1)}

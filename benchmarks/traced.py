@@ -76,16 +76,16 @@ def train(output: str, alternate: bool, flags: Sequence[str]) -> None:
         flags: the command line.
     """
     sys.argv = ["pretrain_nsp.py", *flags]
-    from megatron_nsp.mcore.cpu import enable_cpu_mode
+    from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode()
     import torch
     import torch.distributed as dist
     from megatron.training import training
 
-    from megatron_nsp import executor
-    from megatron_nsp.attention import AttentionRuntime
     from megatron_nsp.mcore import pretrain
+    from megatron_nsp.runtime import executor
+    from megatron_nsp.runtime.attention import AttentionRuntime
 
     steps: list[RankStep] = []
     key_of: dict[int, Key] = {}

@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from megatron_nsp.split import NATIVE
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.heads import is_admissible
+from megatron_nsp.plan.split import NATIVE
+from megatron_nsp.plan.tree import SPTree
 
 BACKENDS = ("auto", "ulysses", "ring", "usp", "gather", *NATIVE)
 OVER_LONG_POLICIES = ("filter", "error")
@@ -152,19 +153,6 @@ def check_ranges(args: argparse.Namespace, ranges: Mapping[str, Range]) -> None:
     """
     for name, (least, most) in ranges.items():
         check_range("--" + name.replace("_", "-"), getattr(args, name), least, most)
-
-
-def is_admissible(degree: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Whether Ulysses can split this many heads over `degree` ranks.
-
-    Query heads must divide. Key/value heads must divide, or each serve a whole number of ranks.
-
-    Args:
-        degree: ranks of the node.
-        num_heads: query heads on a tensor-parallel rank.
-        num_kv_heads: key/value heads on a tensor-parallel rank.
-    """
-    return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
 
 
 def _heads_allow(backend: str, degree: int, num_heads: int, num_kv_heads: int) -> bool:

@@ -20,7 +20,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-OUTPUT_DIR = Path(__file__).parent.parent / "megatron_nsp" / "planner" / "data" / "lengths"
+OUTPUT_DIR = Path(__file__).parent.parent / "megatron_nsp" / "steps" / "data" / "lengths"
 TRACES = {"wikipedia": "wikipedia.npz", "source-code": "source_code.npz"}
 PROVENANCE = {
     "wikipedia": "1,000,000 documents of the wikipedia trace of the FlexSP artifact",

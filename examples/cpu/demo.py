@@ -16,13 +16,16 @@ from statistics import mean
 from comparison import NESTED, Row, compare, plan_turns, write_turns
 from training_run import RECIPE, RunFailedError, Step, train
 
+from megatron_nsp.arrays import IntArray
 from megatron_nsp.cli.plan import render
 from megatron_nsp.config import NSPConfig, build_tree
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner import CostModel, Model, load_profile, plan_batch
-from megatron_nsp.planner.lengths import Batch as LengthBatch
-from megatron_nsp.planner.lengths import load_lengths
-from megatron_nsp.sampler import Batch, BatchSampler
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import Model
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.planner import plan_batch
+from megatron_nsp.steps.lengths import Batch as LengthBatch
+from megatron_nsp.steps.lengths import load_lengths
+from megatron_nsp.steps.sampler import Batch, BatchSampler
 
 NUM_RANKS = 4
 FLOAT32_BYTES = 4

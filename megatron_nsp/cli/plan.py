@@ -9,11 +9,11 @@ import numpy as np
 
 from megatron_nsp.cli import setting
 from megatron_nsp.config import check_ranges
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, PlanResult, plan_batch
-from megatron_nsp.planner.cost import BWD_DENSE_FACTOR
-from megatron_nsp.planner.lengths import Batch, draw_batch, load_lengths
-from megatron_nsp.planner.split_cost import BWD_ATTENTION_FACTOR
+from megatron_nsp.cost.cost_model import BWD_DENSE_FACTOR, CostModel
+from megatron_nsp.cost.node_cost import BWD_ATTENTION_FACTOR
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.planner import PlanResult, plan_batch
+from megatron_nsp.steps.lengths import Batch, draw_batch, load_lengths
 
 _BAR_WIDTH = 40
 _MOST_NODE_ROWS = 40

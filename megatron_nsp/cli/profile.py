@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from megatron_nsp.config import NSPConfig, build_tree, check_ranges
-from megatron_nsp.planner.models import MODELS, Model, known_model
+from megatron_nsp.cost.models import MODELS, Model, known_model
 
 _SIZES = {
     "layers": 2,
@@ -114,9 +114,9 @@ def _measure(
     import torch
     import torch.distributed as dist
 
-    from megatron_nsp.groups import NestedGroups
-    from megatron_nsp.kernels import choose_kernel
-    from megatron_nsp.profiler import CPU_EFFORT, GPU_EFFORT, Profiler
+    from megatron_nsp.runtime.groups import NestedGroups
+    from megatron_nsp.runtime.kernels import choose_kernel
+    from megatron_nsp.runtime.profiler import CPU_EFFORT, GPU_EFFORT, Profiler
 
     assert isinstance(device, torch.device)
     num_ranks = dist.get_world_size()

@@ -3,20 +3,13 @@
 import argparse
 
 from megatron_nsp.config import BACKENDS, NSPConfig, Range, build_tree
-from megatron_nsp.planner import (
-    MODELS,
-    CostModel,
-    MemoryPlan,
-    Model,
-    ModelShape,
-    known_model,
-    load_profile,
-    token_budget,
-)
-from megatron_nsp.planner.lengths import table_names
-from megatron_nsp.planner.memory import RECOMPUTE_POLICIES
-from megatron_nsp.planner.profile import Profile, built_in_profiles
-from megatron_nsp.tree import SPTree
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.memory import RECOMPUTE_POLICIES, MemoryPlan, token_budget
+from megatron_nsp.cost.models import MODELS, Model, known_model
+from megatron_nsp.cost.profile import Profile, built_in_profiles, load_profile
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.steps.lengths import table_names
 
 _SIZES = {"heads": 32, "kv_heads": 4, "head_dim": 128, "hidden": 2048, "layers": 48}
 """Sizes of the model without --model."""

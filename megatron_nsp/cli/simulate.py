@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cli import setting
 from megatron_nsp.config import check_ranges
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner import known_model, policy_names
-from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.lengths import LengthTable, draw_batch, load_lengths
-from megatron_nsp.planner.saving import aware_of_saving, kept_output
-from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.saving import aware_of_saving, kept_output
+from megatron_nsp.planner import policy_names
 from megatron_nsp.simulator.ablation import FULL, ablate, kept_whole
 from megatron_nsp.simulator.compare import (
     Comparison,
@@ -27,6 +26,7 @@ from megatron_nsp.simulator.compare import (
 )
 from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
+from megatron_nsp.steps.lengths import LengthTable, draw_batch, load_lengths
 
 _ALIASES = ("leaves", "root", "dp", "search")
 _SLOW = ("flexsp", "flexsp-10s")

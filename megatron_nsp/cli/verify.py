@@ -5,10 +5,11 @@ import json
 import sys
 from dataclasses import replace
 
-from megatron_nsp.config import BACKENDS, check_ranges, is_admissible
-from megatron_nsp.plan import Plan
-from megatron_nsp.split import NATIVE, ULYSSES, Split
-from megatron_nsp.tree import SPTree
+from megatron_nsp.config import BACKENDS, check_ranges
+from megatron_nsp.plan.heads import is_admissible
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.split import NATIVE, ULYSSES, Split
+from megatron_nsp.plan.tree import SPTree
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megatron_nsp.attention import NestedBatch
 from megatron_nsp.mcore.readers import ReadRows, on_device
-from megatron_nsp.step_planner import PlannedStep, StepPlanner
+from megatron_nsp.runtime.attention import NestedBatch
+from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.lengths import are_bounds
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.steps.lengths import are_bounds
 
 
 class Documents:

@@ -24,11 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.passes import Assignment, Batch
-from megatron_nsp.planner.placement import PassState, Placement
-from megatron_nsp.planner.policies import BatchPolicy
-from megatron_nsp.tree import SPTree
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import Assignment, Batch, BatchPolicy, PassState, Placement
 
 
 @dataclass(frozen=True)

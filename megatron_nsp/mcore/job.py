@@ -8,28 +8,30 @@ from functools import cached_property
 
 import torch
 
-from megatron_nsp.config import NSPConfig, check_ranges, flag, is_admissible
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import choose_kernel, choose_native
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.config import NSPConfig, check_ranges, flag
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import Profile, load_profile
+from megatron_nsp.cost.saving import aware_of_saving
+from megatron_nsp.cost.score import PlanScore
+from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
 from megatron_nsp.mcore.model import kept_by, model_shape, recompute_share, recomputed
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
-from megatron_nsp.order import ALL_ROOT_FIRST
-from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.policies import check_can_train
-from megatron_nsp.planner.profile import Profile, load_profile
-from megatron_nsp.planner.saving import aware_of_saving
-from megatron_nsp.planner.score import PlanScore
-from megatron_nsp.planner.shape import ModelShape
-from megatron_nsp.planner.window import plan_batch, policy_names
-from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples, mark_saved
-from megatron_nsp.replay import PlanRecorder, PlanReplay
-from megatron_nsp.sampler import Batch, BatchSampler
+from megatron_nsp.plan.heads import is_admissible
+from megatron_nsp.plan.order import ALL_ROOT_FIRST
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples, mark_saved
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import check_can_train, plan_batch, policy_names
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import choose_kernel, choose_native
 from megatron_nsp.simulator.order_search import choose_orders
-from megatron_nsp.step_planner import (
+from megatron_nsp.steps.replay import PlanRecorder, PlanReplay
+from megatron_nsp.steps.sampler import Batch, BatchSampler
+from megatron_nsp.steps.step_planner import (
     MarkSaved,
     OrderNodes,
     PlanBatch,
@@ -37,7 +39,6 @@ from megatron_nsp.step_planner import (
     StepPlanner,
     plan_carried_first,
 )
-from megatron_nsp.tree import SPTree
 
 REPLAY_PREFIX = "file:"
 

@@ -9,6 +9,9 @@ from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models.gpt import default_layer_spec
 
+from megatron_nsp.cost.models import Model
+from megatron_nsp.cost.saving import kept_output
+from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore.check_layers import ATTENTION_LAYERS, hybrid_layers, hybrid_stages
 from megatron_nsp.mcore.rope import use_positions
 from megatron_nsp.mcore.spec import (
@@ -17,10 +20,7 @@ from megatron_nsp.mcore.spec import (
     nested_spec,
     output_stays,
 )
-from megatron_nsp.planner.models import Model
-from megatron_nsp.planner.saving import kept_output
-from megatron_nsp.planner.shape import ModelShape
-from megatron_nsp.recompute import KeptOutput
+from megatron_nsp.plan.saving import KeptOutput
 
 
 def model_config(args: argparse.Namespace) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.groups import NestedGroups
 
 PG_NAME = "nsp"
 """Name of the tree's groups in `--nccl-communicator-config-path` and

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_nsp.attention import AttentionRuntime, NestedBatch
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch
 
 
 @dataclass

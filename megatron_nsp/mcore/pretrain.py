@@ -22,13 +22,10 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 
-from megatron_nsp.attention import AttentionRuntime
-from megatron_nsp.executor import NodeError, build_queue
-from megatron_nsp.kernels import choose_kernel, choose_native
 from megatron_nsp.mcore import megatron_fixes, parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
 from megatron_nsp.mcore.connections import describe_connections
-from megatron_nsp.mcore.cpu import check_cpu_args, set_cpu_defaults
+from megatron_nsp.mcore.cpu.args import check_cpu_args, set_cpu_defaults
 from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hooks import PlannedDocuments
@@ -38,7 +35,10 @@ from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.step_log import ExposedStep
-from megatron_nsp.step_planner import PlannedStep
+from megatron_nsp.runtime.attention import AttentionRuntime
+from megatron_nsp.runtime.executor import NodeError, build_queue
+from megatron_nsp.runtime.kernels import choose_kernel, choose_native
+from megatron_nsp.steps.step_planner import PlannedStep
 
 REFUSAL_WAIT_S = 10.0
 """How long a rank that refuses lets rank 0 speak first."""

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nsp.attention import NestedBatch
-from megatron_nsp.input_layout import static_layout
-from megatron_nsp.layout import RankLayout
 from megatron_nsp.mcore.documents import Documents
-from megatron_nsp.reshard import ReshardMap, to_plan
-from megatron_nsp.step_planner import PlannedStep
+from megatron_nsp.plan.layout import RankLayout
+from megatron_nsp.plan.static_layout import static_layout
+from megatron_nsp.runtime.attention import NestedBatch
+from megatron_nsp.runtime.reshard import ReshardMap, to_plan
+from megatron_nsp.steps.step_planner import PlannedStep
 
 
 class TokenRows(NamedTuple):

@@ -17,9 +17,9 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 from torch import Tensor
 
-from megatron_nsp.attention import Layer, nested_attention
-from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.runtime.attention import Layer, nested_attention
+from megatron_nsp.runtime.kernels import AttentionMask
 
 # Mask of a core attention -> whether a token sees what comes after it in its sample. Padding is no
 # matter here: buffers hold none but filler tokens, which are samples of their own.

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from megatron_nsp.config import BACKENDS
-from megatron_nsp.recompute import NOTHING_SAVED
-from megatron_nsp.step_planner import PlannedStep
+from megatron_nsp.plan.saving import NOTHING_SAVED
+from megatron_nsp.steps.step_planner import PlannedStep
 
 
 class ExposedStep(NamedTuple):

@@ -8,14 +8,14 @@ import argparse
 from dataclasses import replace
 
 from megatron_nsp.config import NSPConfig, Range, build_tree, flag
-from megatron_nsp.input_layout import static_groups
-from megatron_nsp.kernels import AttentionKernel, require_lse
+from megatron_nsp.cost.profile import Profile
 from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_norms, check_window
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.model import recomputed_layers
-from megatron_nsp.planner.profile import Profile
-from megatron_nsp.split import NATIVE
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.split import NATIVE
+from megatron_nsp.plan.static_layout import static_groups
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.kernels import AttentionKernel, require_lse
 
 
 def domain_size(args: argparse.Namespace) -> int:

@@ -1,31 +1,37 @@
-"""Which node each sample runs in: cost model, lower bound, search and the policies it must beat.
+"""Which node each sample runs in: the search and the policies it must beat.
 
-`plan_batch` is the way in; the rest of the system needs only what is exported here.
+`plan_batch` is the way in. The second group of names is what a policy is made of, for policies that
+live elsewhere. The rest of the system needs only what is exported here; `make lint` checks it.
 """
 
-from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.memory import MemoryPlan, token_budget
-from megatron_nsp.planner.models import MODELS, Model, known_model
-from megatron_nsp.planner.profile import Profile, load_profile
-from megatron_nsp.planner.score import PlanScore
-from megatron_nsp.planner.shape import ModelShape
-from megatron_nsp.planner.split_cost import ulysses_sent_bytes
-from megatron_nsp.planner.window import PlanReport, PlanResult, plan_batch, policy_names
+from megatron_nsp.planner.policies import BatchPolicy, check_can_train
+from megatron_nsp.planner.policies.algorithm_1 import Algorithm1, place_algorithm_1
+from megatron_nsp.planner.portfolio import (
+    NO_MORE,
+    PlanReport,
+    PlanResult,
+    plan_batch,
+    policy_names,
+)
+from megatron_nsp.planner.search.micro_batches import Assignment, Batch, by_passes
+from megatron_nsp.planner.search.placement import PassState, Placement
+from megatron_nsp.planner.search.problem import PassProblem
 
-__all__ = [
-    "MODELS",
-    "CostModel",
-    "MemoryPlan",
-    "Model",
-    "ModelShape",
+__all__ = [  # noqa: RUF022 - two groups, see above
+    "NO_MORE",
     "PlanReport",
     "PlanResult",
-    "PlanScore",
-    "Profile",
-    "known_model",
-    "load_profile",
+    "check_can_train",
     "plan_batch",
     "policy_names",
-    "token_budget",
-    "ulysses_sent_bytes",
+    #
+    "Algorithm1",
+    "Assignment",
+    "Batch",
+    "BatchPolicy",
+    "PassProblem",
+    "PassState",
+    "Placement",
+    "by_passes",
+    "place_algorithm_1",
 ]

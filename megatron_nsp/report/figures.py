@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.arrays import FloatArray, IntArray
+from megatron_nsp.plan.plan import Plan
 from megatron_nsp.simulator.ablation import FULL
 from megatron_nsp.simulator.compare import Comparison, Setting, Trial
 

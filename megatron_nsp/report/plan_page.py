@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron_nsp.plan import CARRIED, Plan
-from megatron_nsp.planner import CostModel, ModelShape, Profile, plan_batch
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import Profile
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.plan import CARRIED, Plan
+from megatron_nsp.plan.schedule import Pass, Phase
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
 from megatron_nsp.report import svg
-from megatron_nsp.schedule import Pass, Phase
 from megatron_nsp.simulator.attention import Clocks, Event, run_attention
 from megatron_nsp.simulator.network import active_paths
 from megatron_nsp.simulator.order_search import choose_orders, orders_of_trees
-from megatron_nsp.tree import SPTree
 
 _LEFT, _ROW = 70, 24
 _MOST_RANKS_SHOWN = 16

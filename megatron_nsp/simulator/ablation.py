@@ -12,14 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner import CostModel
-from megatron_nsp.planner.passes import by_passes
-from megatron_nsp.planner.placement import Placement
-from megatron_nsp.planner.policies.algorithm_1 import Algorithm1, place_algorithm_1
-from megatron_nsp.planner.problem import PassProblem
-from megatron_nsp.planner.profile import AttentionRate
-from megatron_nsp.planner.score import FloatArray
+from megatron_nsp.arrays import FloatArray, IntArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import AttentionRate
+from megatron_nsp.planner import Algorithm1, PassProblem, Placement, by_passes, place_algorithm_1
 from megatron_nsp.simulator.compare import Setting, planned, simulate_with_marks
 
 FULL, COST_MODEL = "full", "cost model"

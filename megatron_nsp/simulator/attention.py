@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.score import FloatArray
-from megatron_nsp.schedule import Pass, Phase, Step
-from megatron_nsp.simulator.network import ActivePaths, BoolArray
+from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
+from megatron_nsp.plan.schedule import Pass, Phase, Step
+from megatron_nsp.simulator.network import ActivePaths
 
 
 @dataclass(eq=False)

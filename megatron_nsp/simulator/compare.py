@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner import CostModel, plan_batch
-from megatron_nsp.planner.policies import BatchPolicy
-from megatron_nsp.planner.saving import kept_output
-from megatron_nsp.planner.score import FloatArray
-from megatron_nsp.planner.window import NO_MORE
-from megatron_nsp.recompute import mark_saved
+from megatron_nsp.arrays import FloatArray, IntArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.saving import kept_output
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import mark_saved
+from megatron_nsp.planner import NO_MORE, BatchPolicy, plan_batch
 from megatron_nsp.simulator.iteration import Breakdown, IterationSettings, simulate_plan
 
 STATIC = "static-"

@@ -11,18 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_nsp.order import ROOT_FIRST, Order, whole_order
-from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.score import FloatArray
-from megatron_nsp.planner.split_cost import SplitCost
-from megatron_nsp.schedule import Pass, Phase, Step, build_schedule
-from megatron_nsp.split import ULYSSES, Split
-from megatron_nsp.tree import Node
-
-BoolArray = npt.NDArray[np.bool_]
+from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.node_cost import SplitCost
+from megatron_nsp.plan.order import ROOT_FIRST, Order, whole_order
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.schedule import Pass, Phase, Step, build_schedule
+from megatron_nsp.plan.split import ULYSSES, Split
+from megatron_nsp.plan.tree import Node
 
 _FIRST, _LATER = range(2)
 """Rounds with times of their own: all after the first are alike."""

@@ -10,9 +10,9 @@ Experts are sharded over the ranks that hold the same ones, which are an expert-
 apart.
 """
 
-from megatron_nsp.planner.memory import GRAD_BYTES, WEIGHT_BYTES
-from megatron_nsp.planner.models import Model
-from megatron_nsp.planner.profile import Profile
+from megatron_nsp.cost.memory import GRAD_BYTES, WEIGHT_BYTES
+from megatron_nsp.cost.models import Model
+from megatron_nsp.cost.profile import Profile
 
 
 def sharding_us(

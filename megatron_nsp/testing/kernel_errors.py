@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_nsp.backends.ulysses import join_heads, split_heads
-from megatron_nsp.kernels import AttentionKernel, AttentionMask, SampleBounds
-from megatron_nsp.kernels.reference import ReferenceKernel
+from megatron_nsp.runtime.backends.ulysses import join_heads, split_heads
+from megatron_nsp.runtime.kernels import AttentionKernel, AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 from megatron_nsp.testing.oracle import relative_errors
 
 NAMES = ("out", "dq", "dk", "dv")

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionMask, SampleBounds
-from megatron_nsp.kernels.reference import ReferenceKernel
-from megatron_nsp.kernels.sink import add_sink, sink_gradient
-from megatron_nsp.plan import IntArray
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels.reference import ReferenceKernel
+from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_nsp.config import is_admissible
-from megatron_nsp.order import NodeOrders, safe_orders
-from megatron_nsp.plan import CARRIED, Plan
-from megatron_nsp.schedule import Pass
-from megatron_nsp.split import NATIVE, OUTER, Split
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.heads import is_admissible
+from megatron_nsp.plan.order import NodeOrders, safe_orders
+from megatron_nsp.plan.plan import CARRIED, Plan
+from megatron_nsp.plan.schedule import Pass
+from megatron_nsp.plan.split import NATIVE, OUTER, Split
+from megatron_nsp.plan.tree import SPTree
 
 CHAINS = ((1, 2, 4, 8), (1, 2, 8), (1, 4), (1, 2), (1, 8), (1,), (1, 3, 6), (1, 6))
 

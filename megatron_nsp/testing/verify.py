@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_nsp.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
-from megatron_nsp.backends.blocks import split_for
-from megatron_nsp.executor import build_queue
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask, choose_kernel
-from megatron_nsp.layout import NodeSlice, rank_layout
-from megatron_nsp.order import ALL_ROOT_FIRST, NodeOrders
-from megatron_nsp.plan import Plan
-from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
-from megatron_nsp.schedule import Pass, build_schedule, communicates
+from megatron_nsp.plan.heads import HeadShape
+from megatron_nsp.plan.layout import NodeSlice, rank_layout
+from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
+from megatron_nsp.plan.schedule import Pass, build_schedule, communicates
+from megatron_nsp.plan.traffic import sent_elements
+from megatron_nsp.plan.tree import Node, SPTree
+from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
+from megatron_nsp.runtime.backends.blocks import split_for
+from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import AttentionMask, choose_kernel
 from megatron_nsp.testing.logging_group import CollectiveLog, Record, logged_new_group
 from megatron_nsp.testing.oracle import (
     AttentionInputs,
@@ -27,8 +30,6 @@ from megatron_nsp.testing.oracle import (
     relative_errors,
 )
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.traffic import HeadShape, sent_elements
-from megatron_nsp.tree import Node, SPTree
 
 DTYPES = {
     "float64": torch.float64,

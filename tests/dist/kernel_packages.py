@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionKernel, AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels.base import AttentionKernel, AttentionMask, SampleBounds
 from tests.dist import recorded_signatures as recorded
 from tests.dist.package_calls import (
     DEFINITION,
@@ -225,7 +225,7 @@ def installed(modules: dict[str, dict[str, Any]]) -> Iterator[None]:
     """These modules are all of the attention packages that can be imported."""
     modules = dict(modules)
     operators = modules.pop(OPERATORS, {})
-    ours = [f"megatron_nsp.kernels.{name}" for name in OURS]
+    ours = [f"megatron_nsp.runtime.kernels.{name}" for name in OURS]
     roots = ("flash_attn", "flash_attn_interface", "transformer_engine")
     hidden = [name for name in sys.modules if name in ours or name.split(".")[0] in roots]
     kept = {name: sys.modules.pop(name) for name in hidden}
@@ -250,10 +250,10 @@ def installed(modules: dict[str, dict[str, Any]]) -> Iterator[None]:
 
 def kernel_of(name: str) -> AttentionKernel:
     """A kernel on CPU tensors, which `choose_kernel` would refuse."""
-    from megatron_nsp.kernels import _CHOICES
+    from megatron_nsp.runtime.kernels import _CHOICES
 
     module, class_name = _CHOICES[name].place
     made: AttentionKernel = getattr(
-        importlib.import_module(f"megatron_nsp.kernels.{module}"), class_name
+        importlib.import_module(f"megatron_nsp.runtime.kernels.{module}"), class_name
     )()
     return made

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionMask, SampleBounds
-from megatron_nsp.kernels.reference import ReferenceKernel
+from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 
 DEFINITION = ReferenceKernel()
 Arguments = dict[str, Any]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nsp.kernels.base import SampleBounds
+from megatron_nsp.runtime.kernels.base import SampleBounds
 from tests.dist import recorded_signatures as recorded
 from tests.dist.package_calls import Arguments, Package, bounds_of, check_dims
 from tests.dist.te_packages import plain_attention, te_mask

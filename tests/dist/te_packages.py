@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionMask, SampleBounds, hidden_keys
+from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds, hidden_keys
 from tests.dist import recorded_signatures as recorded
 from tests.dist.package_calls import (
     DEFINITION,

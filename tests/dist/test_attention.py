@@ -8,20 +8,20 @@ import random
 import pytest
 import torch
 
-from megatron_nsp.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.executor import build_queue
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask, choose_kernel
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.profile import load_profile
-from megatron_nsp.planner.shape import ModelShape
-from megatron_nsp.planner.window import plan_batch
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import AttentionMask, choose_kernel
 from megatron_nsp.testing.logging_group import CollectiveLog, logged_new_group
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree
 from megatron_nsp.testing.ranks import RankError, run_ranks
 from megatron_nsp.testing.verify import CPU, AttentionCase, check_cases
-from megatron_nsp.tree import SPTree
 
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (12, 12), (12, 3), (12, 1), (6, 2), (24, 24))
 TREE = SPTree(8, (1, 2, 4, 8))

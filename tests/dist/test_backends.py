@@ -11,13 +11,14 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_nsp.attention import NestedBatch
-from megatron_nsp.kernels import AttentionMask
-from megatron_nsp.order import NodeOrders, safe_orders
-from megatron_nsp.plan import Plan
-from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
-from megatron_nsp.schedule import Pass
-from megatron_nsp.split import Split
+from megatron_nsp.plan.order import NodeOrders, safe_orders
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
+from megatron_nsp.plan.schedule import Pass
+from megatron_nsp.plan.split import Split
+from megatron_nsp.plan.tree import Node, SPTree
+from megatron_nsp.runtime.attention import NestedBatch
+from megatron_nsp.runtime.kernels import AttentionMask
 from megatron_nsp.testing.oracle import attention_oracle
 from megatron_nsp.testing.random_plans import (
     random_lengths,
@@ -27,7 +28,6 @@ from megatron_nsp.testing.random_plans import (
     random_uneven_tree,
 )
 from megatron_nsp.testing.verify import AttentionCase, check_cases, run_cases
-from megatron_nsp.tree import Node, SPTree
 
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (12, 3), (24, 24), (5, 5), (7, 1), (28, 7))
 """Some divide over no degree at all: then only tokens are split."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
-from megatron_nsp.planner import load_profile
-from megatron_nsp.profiler import fit_line
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.runtime.profiler import fit_line
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from megatron_nsp import executor
-from megatron_nsp.backends.base import Exchange
-from megatron_nsp.executor import build_queue
-from megatron_nsp.exposed import StreamTime
+from megatron_nsp.runtime import executor
+from megatron_nsp.runtime.backends.base import Exchange
+from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.exposed import StreamTime
 
 CPU = torch.device("cpu")
 TOOK_MS, MEANWHILE_MS = 60.0, 40.0

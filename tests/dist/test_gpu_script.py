@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from megatron_nsp import executor
-from megatron_nsp.backends.base import Exchange
-from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
-from megatron_nsp.planner.profile import load_profile
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.runtime import executor
+from megatron_nsp.runtime.backends.base import Exchange
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

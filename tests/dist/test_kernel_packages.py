@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nsp.kernels import AttentionMask, SampleBounds, choose_kernel, require_lse
-from megatron_nsp.kernels.base import AttentionKernel
-from megatron_nsp.kernels.reference import ReferenceKernel
-from megatron_nsp.kernels.sink import add_sink
+from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds, choose_kernel, require_lse
+from megatron_nsp.runtime.kernels.base import AttentionKernel
+from megatron_nsp.runtime.kernels.reference import ReferenceKernel
+from megatron_nsp.runtime.kernels.sink import add_sink
 from tests.dist.kernel_packages import PACKAGES, installed, kernel_of
 from tests.dist.package_calls import Package
 

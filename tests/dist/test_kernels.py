@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_nsp.kernels import AttentionMask, SampleBounds, choose_kernel
-from megatron_nsp.kernels.base import hidden_keys
-from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
-from megatron_nsp.kernels.reference import ReferenceKernel
-from megatron_nsp.kernels.sink import add_sink, sink_gradient
+from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds, choose_kernel
+from megatron_nsp.runtime.kernels.base import hidden_keys
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
+from megatron_nsp.runtime.kernels.reference import ReferenceKernel
+from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 
 CPU = torch.device("cpu")
 BOUNDS = SampleBounds(np.array([0, 1, 8, 8 + 65]))

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_nsp.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
-from megatron_nsp.backends.base import Exchange
-from megatron_nsp.executor import CommunicationQueue, Pending, build_queue
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask, choose_native
-from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
-from megatron_nsp.plan import Plan
-from megatron_nsp.recompute import SavedSamples
-from megatron_nsp.split import NATIVE, OUTER, Split
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import SavedSamples
+from megatron_nsp.plan.split import NATIVE, OUTER, Split
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
+from megatron_nsp.runtime.backends.base import Exchange
+from megatron_nsp.runtime.executor import CommunicationQueue, Pending, build_queue
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import AttentionMask, choose_native
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.testing.oracle import AttentionInputs, attention_oracle, relative_errors
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.tree import SPTree
 from tests.dist.kernel_packages import installed
 from tests.dist.package_calls import Package
 from tests.dist.te_cp_package import te_cp
@@ -69,7 +69,7 @@ def stood_in(package: Package, queue: WatchedQueue) -> Iterator[Any]:
         installed(te_cp(package, queue.check)),
         mock.patch.object(torch.cuda, "Stream", return_value="a stream"),
     ):
-        from megatron_nsp.kernels.te_cp import TeContextParallel
+        from megatron_nsp.runtime.kernels.te_cp import TeContextParallel
 
         yield TeContextParallel()
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from megatron_nsp import executor
-from megatron_nsp.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.backends.base import Exchange
-from megatron_nsp.executor import build_queue
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask
-from megatron_nsp.plan import Plan
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime import executor
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.runtime.backends.base import Exchange
+from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import AttentionMask
 
 TREE = SPTree(4, (1, 2, 4))
 OUTER, INNER = TREE.node(4, 0), TREE.node(2, 0)

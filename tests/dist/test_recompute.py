@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_nsp.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
-from megatron_nsp.executor import build_queue
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask, choose_kernel
-from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
-from megatron_nsp.plan import Plan
-from megatron_nsp.recompute import NOTHING_SAVED, SavedSamples
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
+from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import AttentionMask, choose_kernel
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.testing.logging_group import CollectiveLog, Record, logged_new_group
 from megatron_nsp.testing.ranks import run_ranks
 from megatron_nsp.testing.verify import CPU
-from megatron_nsp.tree import SPTree
 
 TREE = SPTree(4, (1, 2, 4))
 NODES = [TREE.node(4, 0), TREE.node(4, 0), TREE.node(2, 0), TREE.node(2, 1), TREE.node(1, 1)]

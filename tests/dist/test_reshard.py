@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nsp.input_layout import static_layout
-from megatron_nsp.layout import RankLayout, rank_layout
-from megatron_nsp.plan import Plan
-from megatron_nsp.reshard import ReshardMap, to_plan, to_static
+from megatron_nsp.plan.layout import RankLayout, rank_layout
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.static_layout import static_layout
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.reshard import ReshardMap, to_plan, to_static
 from megatron_nsp.testing.logging_group import CollectiveLog, LoggingGroup
 from megatron_nsp.testing.random_plans import random_step
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.tree import SPTree
 
 
 class Case(NamedTuple):

@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_nsp.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
-from megatron_nsp.executor import build_queue
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import choose_kernel
-from megatron_nsp.kernels.base import lse_dtype
-from megatron_nsp.recompute import (
+from megatron_nsp.plan.heads import HeadShape
+from megatron_nsp.plan.saving import (
     NOTHING_SAVED,
     KeptOutput,
     SavedSamples,
@@ -28,10 +24,14 @@ from megatron_nsp.recompute import (
     mark_saved,
     unrecomputed_bytes,
 )
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
+from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import choose_kernel
+from megatron_nsp.runtime.kernels.base import lse_dtype
 from megatron_nsp.testing.ranks import run_ranks
 from megatron_nsp.testing.verify import CPU, DTYPES, AttentionCase
-from megatron_nsp.traffic import HeadShape
-from megatron_nsp.tree import SPTree
 from tests.dist.test_backends import random_cases
 
 

@@ -29,7 +29,7 @@ BEFOREHAND = {
         # what a run imports when it first needs it
         "megatron.core.models.mimo",
         "megatron.core.tokenizers.text.text_tokenizer",
-        "megatron_nsp.kernels.cpu_flash",
+        "megatron_nsp.runtime.kernels.cpu_flash",
         "numpy.ma",
         "torch.utils.serialization",
     ),
@@ -84,7 +84,7 @@ def run(program: Program, job: dict) -> int:
 def serve(program: str, float64: bool) -> None:
     """Imports what a rank needs, then runs jobs until standard input ends."""
     os.environ["LOCAL_WORLD_SIZE"] = "8"  # the most ranks of any job, asked for at import
-    from megatron_nsp.mcore.cpu import enable_cpu_mode
+    from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode(float64=float64)
     import torch

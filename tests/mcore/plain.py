@@ -11,7 +11,8 @@ import sys
 from itertools import pairwise
 from typing import Any
 
-from megatron_nsp.mcore.cpu import enable_cpu_mode, set_cpu_defaults
+from megatron_nsp.mcore.cpu.args import set_cpu_defaults
+from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
 enable_cpu_mode(float64=True)
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore.documents import Documents
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.profile import load_profile
-from megatron_nsp.planner.shape import ModelShape
-from megatron_nsp.planner.window import plan_batch
-from megatron_nsp.sampler import Batch, BatchSampler
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
+from megatron_nsp.steps.sampler import Batch, BatchSampler
 
 MakePlan = Callable[[SPTree, np.ndarray, random.Random], Plan]
 

@@ -52,7 +52,7 @@ def watch_recomputation(options: argparse.Namespace) -> None:
 def main(argv: list[str]) -> None:
     """Trains under the probe."""
     options, sys.argv[1:] = parse(argv)
-    from megatron_nsp.mcore.cpu import enable_cpu_mode
+    from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode(float64=options.probe_float64)
     import torch

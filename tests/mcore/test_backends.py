@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_nsp.plan import Plan
-from megatron_nsp.split import Split
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.split import Split
+from megatron_nsp.plan.tree import SPTree
 from tests.data_maker import write_documents
 from tests.mcore.launch import Run, shared_checkpoint, train
 from tests.mcore.plans import MakePlan, batches, mixed, record, root

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_nsp.plan import Plan
-from megatron_nsp.sampler import BatchSampler
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.steps.sampler import BatchSampler
 from tests.data_maker import write_documents
 from tests.mcore.launch import MOE, Run, shared_checkpoint, train
 from tests.mcore.plans import batches, each_degree, filler, mixed, record, root

@@ -31,7 +31,7 @@ FLAGS = f"""
 
 STAND_INS = """
 import torch
-from megatron_nsp.mcore.cpu import enable_cpu_mode
+from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
 cpu = torch.device("cpu")
 enable_cpu_mode()
@@ -93,7 +93,7 @@ print("ok")
 
 WIDE = """
 import torch
-from megatron_nsp.mcore.cpu import enable_cpu_mode
+from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
 enable_cpu_mode(float64=True)
 x = torch.rand(3, dtype=torch.float32, device="cuda")
@@ -151,7 +151,8 @@ def test_one_rank_two_ranks_and_a_resumed_job_agree(tmp_path: Path) -> None:
 
 def main() -> None:
     """One rank of a job."""
-    from megatron_nsp.mcore.cpu import check_cpu_args, enable_cpu_mode, set_cpu_defaults
+    from megatron_nsp.mcore.cpu.args import check_cpu_args, set_cpu_defaults
+    from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode()
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_nsp.layout import rank_layout
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.readers import read_tokens
-from megatron_nsp.plan import Plan
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.layout import rank_layout
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
 
 TREE = SPTree(2, (1, 2))
 PAIR, LEFT, RIGHT = TREE.node(2, 0), TREE.node(1, 0), TREE.node(1, 1)

@@ -11,8 +11,8 @@ from megatron.training.global_vars import unset_global_variables
 
 from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.pretrain import parse_job
-from megatron_nsp.plan import CARRIED, Plan
-from megatron_nsp.tree import Node, SPTree
+from megatron_nsp.plan.plan import CARRIED, Plan
+from megatron_nsp.plan.tree import Node, SPTree
 from tests.data_maker import write_documents
 from tests.mcore.help_texts import read_help_texts_once
 from tests.mcore.launch import MODEL, ROOT, command, environment
@@ -212,7 +212,7 @@ def test_some_rank_says_what_is_wrong(tmp_path: Path, prefix: Path, late: str, b
     script = tmp_path / "run.py"
     script.write_text(
         "import os, sys, time\n"
-        "from megatron_nsp.mcore.cpu import enable_cpu_mode\n"
+        "from megatron_nsp.mcore.cpu.mode import enable_cpu_mode\n"
         "enable_cpu_mode()\n"
         "from megatron_nsp.mcore import pretrain\n"
         f"if os.environ['RANK'] in {bad!r}: sys.argv += ['--data-path', 'not_mounted']\n"

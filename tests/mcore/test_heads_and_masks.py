@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nsp.plan import Plan
+from megatron_nsp.plan.plan import Plan
 from tests.data_maker import write_documents
 from tests.mcore.launch import LATENT, Run, shared_checkpoint, train
 from tests.mcore.plans import batches, each_degree, mixed, record, root

@@ -14,10 +14,9 @@ from megatron_nsp.mcore.hybrid_cp import (
     plan_hybrid_cp,
     scheduled_groups,
 )
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import plan_batch
-from megatron_nsp.planner.passes import Batch
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import Batch, plan_batch
 from tests.data_maker import write_documents
 from tests.mcore.launch import train
 from tests.unit.planner_cases import workstation

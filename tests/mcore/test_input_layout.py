@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.tree import SPTree
 from tests.data_maker import write_documents
 from tests.mcore.launch import Run, train
 from tests.mcore.plans import EVERY_KIND, batches, record

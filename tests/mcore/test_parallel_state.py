@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_nsp.groups import NestedGroups
 from megatron_nsp.mcore import parallel_state
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.tree import SPTree
 
 TREE = SPTree(4, (1, 2, 4))
 CPU = torch.device("cpu")

@@ -11,9 +11,6 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.training import training
 
-from megatron_nsp.attention import NestedBatch
-from megatron_nsp.backends.node import SavedOutput
-from megatron_nsp.kernels import AttentionMask
 from megatron_nsp.mcore import megatron_fixes
 from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.loss import per_token_loss
@@ -21,8 +18,11 @@ from megatron_nsp.mcore.model import hybrid_stack, model_of
 from megatron_nsp.mcore.params import NestedSeqParams
 from megatron_nsp.mcore.pretrain import Trainer
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
-from megatron_nsp.plan import Plan
-from megatron_nsp.tree import Node, SPTree
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import Node, SPTree
+from megatron_nsp.runtime.attention import NestedBatch
+from megatron_nsp.runtime.backends.node import SavedOutput
+from megatron_nsp.runtime.kernels import AttentionMask
 from tests.mcore.launch import environment
 
 
@@ -233,7 +233,7 @@ def test_the_planner_knows_the_layers_of_a_hybrid_model() -> None:
 def test_rotary_rows_are_megatrons_own_at_each_position() -> None:
     """In a process of its own: Megatron's module wants a device, which CPU mode stands in for."""
     code = (
-        "from megatron_nsp.mcore.cpu import enable_cpu_mode\n"
+        "from megatron_nsp.mcore.cpu.mode import enable_cpu_mode\n"
         "enable_cpu_mode()\n"
         "import torch\n"
         "from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding\n"

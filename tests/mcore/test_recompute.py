@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nsp.plan import Plan
-from megatron_nsp.recompute import NOTHING_SAVED, KeptOutput, SavedSamples, kept_bytes, mark_saved
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import NOTHING_SAVED, KeptOutput, SavedSamples, kept_bytes, mark_saved
+from megatron_nsp.plan.tree import SPTree
 from tests.data_maker import write_documents
 from tests.mcore.launch import MOE, Run, train
 from tests.mcore.plans import batches

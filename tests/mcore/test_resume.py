@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from megatron.training.global_vars import unset_global_variables
 
+from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.mcore import pretrain
 from megatron_nsp.mcore.resume import OtherDrawError, compare, draw_settings
-from megatron_nsp.planner.profile import load_profile
 from tests.data_maker import write_documents
 from tests.mcore.launch import MODEL, MOE
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_nsp.config import NSPConfig
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.cost.saving import aware_of_saving
+from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore.model import kept_by, recompute_share, recomputed, recomputed_layers
 from megatron_nsp.mcore.validate import check_saving
-from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.profile import load_profile
-from megatron_nsp.planner.saving import aware_of_saving
-from megatron_nsp.planner.shape import ModelShape
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.tree import SPTree
 
 SHAPE = ModelShape.from_hidden(6, 64, 8, 2, 16, bytes_per_element=2)
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_nsp.config import NSPConfig
 from megatron_nsp.mcore.check_layers import check_latent
 from megatron_nsp.mcore.validate import check_lengths
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.tree import SPTree
 
 TREE = SPTree(4, (1, 2, 4))
 

@@ -246,7 +246,7 @@ def save_without_a_process() -> None:
 
 def delay_at_random(longest_ms: float) -> None:
     """Keeps this rank's host for a while before every step of a schedule."""
-    from megatron_nsp import executor
+    from megatron_nsp.runtime import executor
 
     rng, run = random.Random(os.environ["RANK"]), executor._Playing.run
 
@@ -259,7 +259,7 @@ def delay_at_random(longest_ms: float) -> None:
 
 def fail_on_purpose(rank: int, step: int) -> None:
     """Makes the prologue of one rank raise in one step."""
-    from megatron_nsp.backends.node import NodeForward
+    from megatron_nsp.runtime.backends.node import NodeForward
 
     prologue = NodeForward.prologue
 
@@ -273,7 +273,7 @@ def fail_on_purpose(rank: int, step: int) -> None:
 
 def plan_otherwise(rank: int, step: int) -> None:
     """Makes one rank draw another document in one step."""
-    from megatron_nsp.step_planner import StepPlanner
+    from megatron_nsp.steps.step_planner import StepPlanner
 
     plan = StepPlanner._plan
 

@@ -9,10 +9,10 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
 
-from megatron_nsp.attention import NestedBatch
-from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.mcore import pretrain
 from megatron_nsp.mcore.data import MicroBatch
+from megatron_nsp.runtime.attention import NestedBatch
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from tests.mcore import watch
 
 KERNEL_CALLS: list[str] = watch.MORE.setdefault("kernel_calls", [])
@@ -116,7 +116,7 @@ def run_every_step_twice() -> None:
 def mark_otherwise(rank: int) -> None:
     """Makes one rank save one sample less than its plan says."""
     from megatron_nsp.mcore import job
-    from megatron_nsp.recompute import SavedSamples
+    from megatron_nsp.plan.saving import SavedSamples
 
     mark = job.mark_saved
 

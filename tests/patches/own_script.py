@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_nsp.mcore.cpu import enable_cpu_mode
+from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
 enable_cpu_mode()
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
 
-from megatron_nsp.kernels.base import AttentionMask, SampleBounds
-from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
+from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from tests.dist import recorded_signatures as recorded
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_nsp import executor
-from megatron_nsp.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.backends.base import Exchange
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask, SampleBounds
-from megatron_nsp.plan import Plan
-from megatron_nsp.tree import Node, SPTree
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import Node, SPTree
+from megatron_nsp.runtime import executor
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.runtime.backends.base import Exchange
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 FORWARD = (  # noqa: SIM905 - the order of the extension's arguments
@@ -92,10 +92,10 @@ def extension() -> Iterator[Extension]:
 
 def kernel_of(name: str) -> Any:
     if name == "te":
-        from megatron_nsp.kernels.te import TeKernel
+        from megatron_nsp.runtime.kernels.te import TeKernel
 
         return TeKernel()
-    from megatron_nsp.kernels.te_module import TeModuleKernel
+    from megatron_nsp.runtime.kernels.te_module import TeModuleKernel
 
     return TeModuleKernel()
 

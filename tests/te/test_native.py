@@ -11,16 +11,16 @@ import torch.distributed as dist
 import transformer_engine.pytorch  # noqa: F401 - once, before ranks are forked
 from torch import Tensor
 
-from megatron_nsp.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.executor import build_queue
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask
-from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
-from megatron_nsp.plan import Plan
-from megatron_nsp.split import NATIVE, OUTER, Split
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.split import NATIVE, OUTER, Split
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import AttentionMask
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.testing.oracle import AttentionInputs, attention_oracle
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.tree import SPTree
 from tests.te.te_on_cpu import te_module_on_cpu
 
 CPU, MASK = torch.device("cpu"), AttentionMask(0.25)
@@ -54,7 +54,7 @@ def on_rank(rank: int, cases: list[Case]) -> list[tuple[list[int], dict[str, Ten
     with te_module_on_cpu():
         from transformer_engine.pytorch import DotProductAttention
 
-        from megatron_nsp.kernels.te_cp import TeContextParallel
+        from megatron_nsp.runtime.kernels.te_cp import TeContextParallel
 
         native = TeContextParallel()
         runtime = AttentionRuntime(groups, CpuFlashKernel(), build_queue(CPU, True), native)

@@ -7,16 +7,16 @@ import torch.distributed as dist
 import transformer_engine.pytorch  # noqa: F401 - once, before ranks are forked
 from torch import Tensor
 
-from megatron_nsp.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.executor import build_queue
-from megatron_nsp.groups import NestedGroups
-from megatron_nsp.kernels import AttentionMask
-from megatron_nsp.kernels.cpu_flash import CpuFlashKernel
-from megatron_nsp.plan import Plan
-from megatron_nsp.split import ULYSSES, Split
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.split import ULYSSES, Split
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.groups import NestedGroups
+from megatron_nsp.runtime.kernels import AttentionMask
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.testing.oracle import AttentionInputs, attention_oracle
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.tree import SPTree
 from tests.te.te_on_cpu import rows_of_rank, te_attention
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import torch
 import transformer_engine.pytorch  # noqa: F401 - it looks at every module that is there already
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_nsp.kernels import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds
 from tests.dist import recorded_signatures as recorded
 
 SOURCES = Path(sys.prefix) / "flash-attn"
@@ -73,7 +73,7 @@ def test_flash_attn_2_runs_our_calls_on_fake_tensors(
 ) -> None:
     """Its operators check what they are given and say what they give back."""
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", flash_attn_2)
-    kernel = importlib.import_module("megatron_nsp.kernels.flash_attn2").FlashAttn2Kernel()
+    kernel = importlib.import_module("megatron_nsp.runtime.kernels.flash_attn2").FlashAttn2Kernel()
     samples = SampleBounds(np.array([0, 3, 10]), np.array([0, 5, 16]))
     with FakeTensorMode():
         q = torch.empty(10, 8, 20, device="cuda", dtype=torch.bfloat16)
@@ -141,7 +141,7 @@ def test_flash_attn_4_reads_our_windows_as_we_mean_them() -> None:
 def test_flash_attn_4_takes_the_head_dims_we_pad_to(dims: tuple, capability: int) -> None:
     from flash_attn.cute.interface import _validate_head_dims
 
-    from megatron_nsp.kernels.flash_attn4 import FlashAttn4Kernel
+    from megatron_nsp.runtime.kernels.flash_attn4 import FlashAttn4Kernel
 
     _validate_head_dims(*FlashAttn4Kernel().head_dims(*dims), capability, 8)
 
@@ -161,7 +161,7 @@ def test_transformer_engine() -> None:
 
 def test_the_extension_of_transformer_engine_takes_our_arguments() -> None:
     """It gets as far as missing the GPU; arguments it cannot take are a TypeError before that."""
-    from megatron_nsp.kernels.te import TeKernel
+    from megatron_nsp.runtime.kernels.te import TeKernel
 
     kernel, samples = TeKernel(), SampleBounds(np.array([0, 5, 20]))
     kernel.are_stats_packed = True

@@ -4,10 +4,14 @@ import itertools
 
 import numpy as np
 
-from megatron_nsp.planner import CostModel, ModelShape, known_model, load_profile, policy_names
-from megatron_nsp.planner.lengths import draw_batch, load_table
-from megatron_nsp.planner.score import SampleTimes
-from megatron_nsp.tree import SPTree
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.cost.score import SampleTimes
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import policy_names
+from megatron_nsp.steps.lengths import draw_batch, load_table
 
 LARGE = ModelShape.from_hidden(48, 2048, 32, 4, 128)
 LARGE_12 = ModelShape.from_hidden(48, 2048, 24, 12, 128)

@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner.score import SampleTimes
-from megatron_nsp.tree import Node, SPTree
+from megatron_nsp.cost.score import SampleTimes
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import Node, SPTree
 
 
 def best_imbalance(work: list[int], num_groups: int) -> tuple[float, list[int]]:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
-from megatron_nsp.planner import CostModel, load_profile
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.simulator.ablation import attention_only
-from megatron_nsp.tree import SPTree
 from tests.unit.planner_cases import SMALL
 
 

@@ -6,7 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_nsp.config import NSPConfig, build_tree, flag, is_admissible
+from megatron_nsp.config import NSPConfig, build_tree, flag
+from megatron_nsp.plan.heads import is_admissible
 
 FLAGS = {
     "--nsp-max-degree",

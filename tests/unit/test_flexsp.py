@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch
-from megatron_nsp.planner.passes import Batch
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import ExchangeRate, load_profile
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import Batch, PassProblem, plan_batch
 from megatron_nsp.planner.policies import flexsp
 from megatron_nsp.planner.policies.flexsp_buckets import bucket_starts, micro_batch_starts
 from megatron_nsp.planner.policies.flexsp_milp import (
@@ -20,9 +23,6 @@ from megatron_nsp.planner.policies.flexsp_milp import (
     offered_groups,
     place_in_groups,
 )
-from megatron_nsp.planner.problem import PassProblem
-from megatron_nsp.planner.profile import ExchangeRate
-from megatron_nsp.tree import SPTree
 from tests.unit.planner_cases import LARGE, cluster, drawn, workstation
 
 EXACT = SolverLimit(num_nodes=10**6)
@@ -228,7 +228,7 @@ WITHOUT_SCIPY = """
 import sys
 sys.modules["scipy"] = None
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.planner.policies import check_can_train
+from megatron_nsp.planner import check_can_train
 from tests.unit.planner_cases import workstation
 cost = workstation(2, (1, 2))
 plan_batch([5, 6], cost.tree, cost)

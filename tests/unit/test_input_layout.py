@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_nsp.input_layout import ReshardMap, static_layout
-from megatron_nsp.layout import RankLayout, Segment, rank_layout
-from megatron_nsp.plan import Plan
+from megatron_nsp.plan.layout import RankLayout, Segment, rank_layout
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.static_layout import ReshardMap, static_layout
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.testing.random_plans import random_step
-from megatron_nsp.tree import SPTree
 
 TREE = SPTree(4, (1, 2, 4))
 DRAWN = Plan.from_nodes(TREE, [5, 2, 4], [TREE.node(4, 0), TREE.node(1, 3), TREE.node(2, 0)])

@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 
-from megatron_nsp.layout import Segment, rank_layout
-from megatron_nsp.plan import Plan
+from megatron_nsp.plan.layout import Segment, rank_layout
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.split import slice_bounds
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.split import slice_bounds
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree
-from megatron_nsp.tree import SPTree
 from tests.unit.planner_cases import cluster, drawn
 
 

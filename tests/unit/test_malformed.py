@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
-from megatron_nsp.planner import load_profile
+from megatron_nsp.cost.profile import load_profile
 
 NUM_EACH = 500
 """Cases of each of the four kinds below."""

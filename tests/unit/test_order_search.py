@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from megatron_nsp.order import in_order
-from megatron_nsp.plan import Plan
-from megatron_nsp.schedule import Pass, build_schedule
+from megatron_nsp.plan.order import in_order
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.schedule import Pass, build_schedule
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.simulator.network import active_paths
 from megatron_nsp.simulator.order_search import choose_orders, layers_end_us, orders_of_trees
 from megatron_nsp.testing.random_plans import (
@@ -17,7 +18,6 @@ from megatron_nsp.testing.random_plans import (
     random_plan,
     random_splits,
 )
-from megatron_nsp.tree import SPTree
 from tests.unit.planner_cases import cluster, workstation
 
 

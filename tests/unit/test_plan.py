@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from megatron_nsp.plan import CARRIED, Plan
+from megatron_nsp.plan.plan import CARRIED, Plan
+from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree
-from megatron_nsp.tree import Node, SPTree
 
 TREE = SPTree(8, (1, 2, 4, 8))
 

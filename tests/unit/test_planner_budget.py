@@ -9,13 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner import CostModel, plan_batch
-from megatron_nsp.planner.beam import beam
-from megatron_nsp.planner.fill import fill_leaves, predicted_ns
-from megatron_nsp.planner.placement import PassState
-from megatron_nsp.planner.prefix import PrefixPacker
-from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.planner import PassProblem, PassState, plan_batch
+from megatron_nsp.planner.search.beam import beam
+from megatron_nsp.planner.search.fill import fill_leaves, predicted_ns
+from megatron_nsp.planner.search.prefix import PrefixPacker
 from tests.unit.planner_cases import workstation
 
 FOUR = workstation(4, (1, 2, 4))

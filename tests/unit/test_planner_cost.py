@@ -10,23 +10,26 @@ import numpy as np
 import pytest
 
 from megatron_nsp.config import BACKENDS, NSPConfig, build_tree
-from megatron_nsp.layout import rank_layout
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch, policy_names
-from megatron_nsp.planner.profile import AttentionRate, ExchangeRate
-from megatron_nsp.planner.split_cost import SplitCost, sent_bytes_per_token, ulysses_sent_bytes
-from megatron_nsp.schedule import Pass, Phase, build_schedule
-from megatron_nsp.split import Split, slice_bounds
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.node_cost import SplitCost, sent_bytes_per_token, ulysses_sent_bytes
+from megatron_nsp.cost.profile import AttentionRate, ExchangeRate, load_profile
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.heads import HeadShape
+from megatron_nsp.plan.layout import rank_layout
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.schedule import Pass, Phase, build_schedule
+from megatron_nsp.plan.split import Split, slice_bounds
+from megatron_nsp.plan.traffic import sent_elements
+from megatron_nsp.plan.tree import Node, SPTree
+from megatron_nsp.planner import plan_batch, policy_names
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_splits
-from megatron_nsp.traffic import HeadShape, sent_elements
-from megatron_nsp.tree import Node, SPTree
 from tests.unit.planner_cases import LARGE, SMALL, cluster, workstation
 from tests.unit.scorer import score_plan
 
 
 def constants(cost: CostModel) -> dict:
     from megatron_nsp.cli.plan import report  # the JSON a user would hand to the scorer
-    from megatron_nsp.planner.lengths import Batch
+    from megatron_nsp.steps.lengths import Batch
 
     result = plan_batch([1], cost.tree, cost)
     return report(result, cost, Batch(np.array([1]), 0, 0))["profile"]

@@ -5,17 +5,18 @@ import random
 import numpy as np
 import pytest
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch
-from megatron_nsp.planner.evening import even_out, evened
-from megatron_nsp.planner.lengths import draw_batch, load_table
-from megatron_nsp.planner.passes import Batch
-from megatron_nsp.planner.placement import UNPLACED, PassState
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.cost.score import SampleTimes
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import Batch, PassProblem, plan_batch
 from megatron_nsp.planner.policies.static import place_static
-from megatron_nsp.planner.problem import PassProblem
-from megatron_nsp.planner.score import SampleTimes
-from megatron_nsp.planner.search import search
-from megatron_nsp.tree import SPTree
+from megatron_nsp.planner.search.evening import even_out, evened
+from megatron_nsp.planner.search.placement import UNPLACED, PassState
+from megatron_nsp.planner.search.search import search
+from megatron_nsp.steps.lengths import draw_batch, load_table
 from tests.unit.planner_cases import cluster, workstation
 
 

@@ -7,22 +7,23 @@ import numpy as np
 import pytest
 
 from megatron_nsp.cli.plan import report
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
-from megatron_nsp.planner.experts import (
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import Batch, PassState, Placement, plan_batch
+from megatron_nsp.planner.search.experts import (
     relieve,
     search_with_experts,
     share_experts,
     shared_load_ns,
 )
-from megatron_nsp.planner.lengths import Batch as Lengths
-from megatron_nsp.planner.lengths import draw_batch, load_table
-from megatron_nsp.planner.passes import Batch
-from megatron_nsp.planner.placement import PassState, Placement
-from megatron_nsp.planner.search import search
+from megatron_nsp.planner.search.search import search
 from megatron_nsp.simulator import simulate_plan
+from megatron_nsp.steps.lengths import Batch as Lengths
+from megatron_nsp.steps.lengths import draw_batch, load_table
 from megatron_nsp.testing.random_plans import random_plan
-from megatron_nsp.tree import SPTree
 from tests.unit.planner_cases import A3B, moe
 from tests.unit.scorer import score_plan
 
@@ -58,7 +59,7 @@ def test_two_samples_in_one_group_share_their_experts() -> None:
 
 def cost_passes() -> tuple:
     """Both passes."""
-    from megatron_nsp.schedule import Pass
+    from megatron_nsp.plan.schedule import Pass
 
     return tuple(Pass)
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner import CostModel, plan_batch
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.planner import plan_batch
 from tests.unit.planner_cases import cluster, drawn, moe
 
 SIZES = (500, 1000, 2000, 4000, 8000, 16000)

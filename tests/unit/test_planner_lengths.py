@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_nsp.planner.lengths import draw_batch, load_lengths, load_table, table_names
+from megatron_nsp.steps.lengths import draw_batch, load_lengths, load_table, table_names
 
 
 def write_index(path: Path, sequences: list[int], bounds: list[int]) -> None:
@@ -23,7 +23,7 @@ def write_index(path: Path, sequences: list[int], bounds: list[int]) -> None:
 
 def test_the_tables_are_small_and_say_where_they_come_from() -> None:
     assert table_names() == ("paper-mix", "source-code", "wikipedia")
-    folder = Path(__file__).resolve().parents[2] / "megatron_nsp/planner/data/lengths"
+    folder = Path(__file__).resolve().parents[2] / "megatron_nsp/steps/data/lengths"
     for name in table_names():
         table = load_table(name)
         assert (folder / f"{name}.json").stat().st_size < 4096

@@ -10,7 +10,8 @@ import pytest
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from megatron_nsp.planner import CostModel, plan_batch
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.planner import plan_batch
 from tests.unit.planner_cases import cluster, moe, workstation
 
 

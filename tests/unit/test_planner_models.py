@@ -4,8 +4,14 @@ import dataclasses
 
 import pytest
 
-from megatron_nsp.planner import MODELS, MemoryPlan, known_model, token_budget
-from megatron_nsp.planner.memory import RECOMPUTE_POLICIES, activation_bytes, state_bytes
+from megatron_nsp.cost.memory import (
+    RECOMPUTE_POLICIES,
+    MemoryPlan,
+    activation_bytes,
+    state_bytes,
+    token_budget,
+)
+from megatron_nsp.cost.models import MODELS, known_model
 
 PUBLISHED_BILLIONS = {
     "qwen3-30b-a3b": 30.5,

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from megatron_nsp.planner.profile import ExchangeRate, Profile, built_in_profiles, load_profile
+from megatron_nsp.cost.profile import ExchangeRate, Profile, built_in_profiles, load_profile
 
 H100 = load_profile("h100-ib")
 

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from megatron_nsp.planner import CostModel, load_profile, plan_batch
-from megatron_nsp.tree import SPTree
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
 from tests.unit.planner_cases import (
     LARGE,
     LARGE_12,

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from megatron_nsp.config import BACKENDS
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, ModelShape, load_profile, plan_batch, window
-from megatron_nsp.planner.choice import with_cheapest_splits
-from megatron_nsp.planner.profile import ExchangeRate
-from megatron_nsp.planner.split_cost import possible_splits
-from megatron_nsp.schedule import Phase
-from megatron_nsp.split import ULYSSES, Split
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.node_cost import possible_splits
+from megatron_nsp.cost.profile import ExchangeRate, load_profile
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.schedule import Phase
+from megatron_nsp.plan.split import ULYSSES, Split
+from megatron_nsp.plan.tree import Node, SPTree
+from megatron_nsp.planner import plan_batch, portfolio
+from megatron_nsp.planner.choose_splits import with_cheapest_splits
 from megatron_nsp.testing.random_plans import random_plan
-from megatron_nsp.tree import Node, SPTree
 
 HEADS_8 = ModelShape.from_hidden(4, 1024, 8, 8, 128)
 
@@ -113,13 +115,13 @@ def test_a_second_search_is_left_out_where_it_could_hardly_gain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     searched, rng = [], random.Random(3)
-    plan_once = window._outcome
+    plan_once = portfolio._outcome
 
     def count(*args: object) -> object:
         searched.append(args)
         return plan_once(*args)
 
-    monkeypatch.setattr(window, "_outcome", count)
+    monkeypatch.setattr(portfolio, "_outcome", count)
     cost, ways = machine(2e10), set()
     for _ in range(40):
         lengths = [int(30_000 ** rng.random()) for _ in range(rng.choice((3, 300)))] + [100_000]
@@ -128,7 +130,7 @@ def test_a_second_search_is_left_out_where_it_could_hardly_gain(
         chosen = plan_batch(lengths, cost.tree, cost)
         ways.add(len(searched))
         with monkeypatch.context() as patch:
-            patch.setattr(window, "_AGAIN_ABOVE", 0.0)
+            patch.setattr(portfolio, "_AGAIN_ABOVE", 0.0)
             again = plan_batch(lengths, cost.tree, cost)
         gain = chosen.report.load_us / again.report.load_us
         assert gain <= 1.01 and (gain == 1 or len(searched) == 3)

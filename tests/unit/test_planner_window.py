@@ -17,8 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_nsp.config import NSPConfig, build_tree
-from megatron_nsp.planner import CostModel, load_profile, plan_batch
-from megatron_nsp.planner.profile import FittedModel
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import FittedModel, load_profile
+from megatron_nsp.planner import plan_batch
 from tests.unit.planner_cases import SMALL, cluster, drawn, ready_policies, workstation
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nsp.planner import CostModel, plan_batch, policy_names
-from megatron_nsp.planner.passes import Assignment, Batch
-from megatron_nsp.planner.placement import PassState
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import Assignment, Batch, PassProblem, PassState, plan_batch, policy_names
 from megatron_nsp.planner.policies import CHEAP, POLICIES, check_can_train, portfolio_of
 from megatron_nsp.planner.policies.algorithm_1 import Algorithm1, place_algorithm_1
 from megatron_nsp.planner.policies.dynamic_cp import memory_minimum_columns, place_dynamic_cp
-from megatron_nsp.planner.problem import PassProblem
-from megatron_nsp.tree import SPTree
 from tests.unit.planner_cases import cluster, drawn, moe, workstation
 
 FOUR = workstation(4, (1, 2, 4))

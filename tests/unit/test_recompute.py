@@ -12,17 +12,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_nsp.layout import rank_layout
-from megatron_nsp.plan import Plan
-from megatron_nsp.recompute import (
+from megatron_nsp.plan.layout import rank_layout
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import (
     NOTHING_SAVED,
     KeptOutput,
     SavedSamples,
     kept_bytes,
     mark_saved,
 )
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.testing.random_plans import random_splits, random_step
-from megatron_nsp.tree import SPTree
 
 HEADS, VALUE_DIM, ELEMENT_BYTES, LAYERS = 8, 4, 2, 3
 OUTPUT = KeptOutput(HEADS, HEADS * VALUE_DIM * ELEMENT_BYTES, 4, LAYERS)
@@ -109,7 +109,7 @@ def test_h2_the_rank_with_one_token_more_decides_for_all() -> None:
 def test_h2_another_process_with_another_hash_seed_marks_the_same() -> None:
     code = (
         "import json\n"
-        "from megatron_nsp.recompute import mark_saved\n"
+        "from megatron_nsp.plan.saving import mark_saved\n"
         "from tests.unit.test_recompute import OUTPUT, step\n"
         "saved = [mark_saved(step(seed), OUTPUT, 900.0).num_saved for seed in range(20)]\n"
         "print(json.dumps([[str(item) for item in each.items()] for each in saved]))\n"

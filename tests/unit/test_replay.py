@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_nsp.plan import CARRIED, Plan
-from megatron_nsp.replay import PlanRecorder, PlanReplay
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.plan import CARRIED, Plan
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.steps.replay import PlanRecorder, PlanReplay
 
 TREE = SPTree(4, (1, 2, 4))
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, known_model, load_profile
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.report.figures import bucket_edges, routing_shares, token_and_work_shares
 from megatron_nsp.simulator import IterationSettings
 from megatron_nsp.simulator.compare import Setting
-from megatron_nsp.tree import SPTree
 
 LOG = """\
 nsp step 1 | samples: 9 | tokens: 300 | targets: 291 | predicted: 12.5 ms | imbalance: 1.050 | \

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from megatron_nsp.layout import NodeSlice, rank_layout
-from megatron_nsp.plan import Plan
-from megatron_nsp.ring_rows import (
+from megatron_nsp.plan.layout import NodeSlice, rank_layout
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.ring_rows import (
     BlockRows,
     filled_bounds,
     filled_rows,
@@ -16,9 +16,9 @@ from megatron_nsp.ring_rows import (
     ring_block,
     seen_keys,
 )
-from megatron_nsp.split import NATIVE, Split, member_tokens
+from megatron_nsp.plan.split import NATIVE, Split, member_tokens
+from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.testing.random_plans import random_lengths
-from megatron_nsp.tree import Node, SPTree
 
 ROOT = Node(0, 0)
 

@@ -6,9 +6,9 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from megatron_nsp.order import ALL_ROOT_FIRST, MAX_CHOICES, NodeOrders, in_order, safe_orders
-from megatron_nsp.plan import Plan
-from megatron_nsp.schedule import (
+from megatron_nsp.plan.order import ALL_ROOT_FIRST, MAX_CHOICES, NodeOrders, in_order, safe_orders
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.schedule import (
     Pass,
     Phase,
     Queue,
@@ -17,7 +17,8 @@ from megatron_nsp.schedule import (
     collectives,
     communicates,
 )
-from megatron_nsp.split import Split
+from megatron_nsp.plan.split import Split
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.testing.random_plans import (
     random_lengths,
     random_native_nodes,
@@ -26,7 +27,6 @@ from megatron_nsp.testing.random_plans import (
     random_splits,
     random_tree,
 )
-from megatron_nsp.tree import SPTree
 
 
 def plans(count: int) -> list[Plan]:

@@ -7,24 +7,26 @@ from collections import deque
 import numpy as np
 import pytest
 
-from megatron_nsp.order import ALL_ROOT_FIRST, NodeOrders, in_order
-from megatron_nsp.plan import Plan
-from megatron_nsp.planner import CostModel, known_model, load_profile, plan_batch
-from megatron_nsp.planner.lengths import draw_batch, load_table
-from megatron_nsp.planner.profile import AttentionRate
-from megatron_nsp.planner.saving import aware_of_saving, kept_output
-from megatron_nsp.recompute import mark_saved
-from megatron_nsp.schedule import Pass, Phase, Step, build_schedule, communicates
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import AttentionRate, load_profile
+from megatron_nsp.cost.saving import aware_of_saving, kept_output
+from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders, in_order
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import mark_saved
+from megatron_nsp.plan.schedule import Pass, Phase, Step, build_schedule, communicates
+from megatron_nsp.plan.split import Split
+from megatron_nsp.plan.tree import Node, SPTree
+from megatron_nsp.planner import plan_batch
 from megatron_nsp.simulator import IterationSettings, simulate_plan
 from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.simulator.sharding import sharding_us
-from megatron_nsp.split import Split
+from megatron_nsp.steps.lengths import draw_batch, load_table
 from megatron_nsp.testing.random_plans import (
     random_native_nodes,
     random_plan,
     random_splits,
 )
-from megatron_nsp.tree import Node, SPTree
 from tests.unit.planner_cases import SMALL, cluster, workstation
 
 

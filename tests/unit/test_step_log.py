@@ -2,14 +2,14 @@
 
 import numpy as np
 
+from megatron_nsp.cost.score import PlanScore
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
-from megatron_nsp.plan import CARRIED, Plan
-from megatron_nsp.planner.score import PlanScore
-from megatron_nsp.recompute import SavedSamples
-from megatron_nsp.sampler import Batch
-from megatron_nsp.split import Split
-from megatron_nsp.step_planner import PlannedStep
-from megatron_nsp.tree import SPTree
+from megatron_nsp.plan.plan import CARRIED, Plan
+from megatron_nsp.plan.saving import SavedSamples
+from megatron_nsp.plan.split import Split
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.steps.sampler import Batch
+from megatron_nsp.steps.step_planner import PlannedStep
 
 TREE = SPTree(4, (1, 2, 4))
 

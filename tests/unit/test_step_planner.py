@@ -7,18 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_nsp.order import NodeOrders
-from megatron_nsp.plan import IntArray, Plan
-from megatron_nsp.planner.cost import CostModel
-from megatron_nsp.planner.profile import load_profile
-from megatron_nsp.planner.score import PlanScore
-from megatron_nsp.planner.shape import ModelShape
-from megatron_nsp.planner.window import plan_batch
-from megatron_nsp.recompute import SavedSamples
-from megatron_nsp.sampler import Batch, BatchSampler
-from megatron_nsp.schedule import Pass
-from megatron_nsp.step_planner import PlannedStep, StepPlanner, plan_carried_first
-from megatron_nsp.tree import SPTree
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.cost.score import PlanScore
+from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.order import NodeOrders
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import SavedSamples
+from megatron_nsp.plan.schedule import Pass
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
+from megatron_nsp.steps.sampler import Batch, BatchSampler
+from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner, plan_carried_first
 
 TREE = SPTree(4, (1, 2, 4))
 COST = CostModel(load_profile("h100-ib"), ModelShape.from_hidden(8, 512, 8, 8, 64), TREE)

@@ -5,7 +5,7 @@ import operator
 
 import pytest
 
-from megatron_nsp.tree import Node, SPTree
+from megatron_nsp.plan.tree import Node, SPTree
 
 
 @pytest.mark.parametrize("max_degree", [1, 2, 4, 8])

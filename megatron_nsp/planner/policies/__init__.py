@@ -16,12 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.bounds import work_bound_us
-from megatron_nsp.planner.evening import evened
-from megatron_nsp.planner.experts import search_with_experts
-from megatron_nsp.planner.passes import Assignment, Batch, BatchPolicy, PassPolicy, by_passes
-from megatron_nsp.planner.placement import Placement
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.cost.bounds import work_bound_us
+from megatron_nsp.cost.score import SampleTimes
+from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
 from megatron_nsp.planner.policies.basp import plan_basp
 from megatron_nsp.planner.policies.disjoint_lpt import place_disjoint_lpt
@@ -30,10 +28,18 @@ from megatron_nsp.planner.policies.flexsp import plan_flexsp, plan_flexsp_10s
 from megatron_nsp.planner.policies.flexsp_milp import solver_modules
 from megatron_nsp.planner.policies.static import place_static
 from megatron_nsp.planner.policies.two_level import place_two_level
-from megatron_nsp.planner.problem import PassProblem
-from megatron_nsp.planner.score import SampleTimes
-from megatron_nsp.planner.search import search
-from megatron_nsp.tree import SPTree
+from megatron_nsp.planner.search.evening import evened
+from megatron_nsp.planner.search.experts import search_with_experts
+from megatron_nsp.planner.search.micro_batches import (
+    Assignment,
+    Batch,
+    BatchPolicy,
+    PassPolicy,
+    by_passes,
+)
+from megatron_nsp.planner.search.placement import Placement
+from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.search import search
 
 __all__ = [
     "CHEAP",

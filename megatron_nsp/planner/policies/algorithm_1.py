@@ -14,11 +14,10 @@ the unit with the fewest tokens, the sample is left over: our token budget is ha
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.placement import UNPLACED, PassState, Placement
-from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.arrays import BoolArray, IntArray
+from megatron_nsp.planner.search.placement import UNPLACED, PassState, Placement
+from megatron_nsp.planner.search.problem import PassProblem
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class _Nodes:
 
     column: IntArray
     index: IntArray
-    covers: npt.NDArray[np.bool_]
+    covers: BoolArray
 
     @classmethod
     def of(cls, problem: PassProblem) -> "_Nodes":
@@ -80,7 +79,7 @@ class _States:
     load_ns: IntArray
     tokens: IntArray
     node: IntArray
-    is_active: npt.NDArray[np.bool_]
+    is_active: BoolArray
 
 
 def place_algorithm_1(problem: PassProblem, rules: Algorithm1 | None = None) -> Placement:

@@ -11,9 +11,9 @@ batch of its own.
 
 import numpy as np
 
-from megatron_nsp.planner.passes import Assignment, Batch
-from megatron_nsp.planner.placement import PassState, Placement
-from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.planner.search.micro_batches import Assignment, Batch
+from megatron_nsp.planner.search.placement import PassState, Placement
+from megatron_nsp.planner.search.problem import PassProblem
 
 
 def plan_basp(batch: Batch, max_passes: int) -> Assignment:

@@ -9,10 +9,10 @@ Samples then go to the groups of their degree longest first, each to the least l
 
 import numpy as np
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.placement import PassState, Placement, exact_sums
+from megatron_nsp.arrays import IntArray
 from megatron_nsp.planner.policies.static import place_static
-from megatron_nsp.planner.problem import PassProblem, cheapest_columns
+from megatron_nsp.planner.search.placement import PassState, Placement, exact_sums
+from megatron_nsp.planner.search.problem import PassProblem, cheapest_columns
 
 RATIO, MAX_STEPS = 1.02, 256
 """Times M tried: the lower bound times 1.02^step; the last is over a hundred times the bound."""

@@ -22,10 +22,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.bounds import least_limit_us
-from megatron_nsp.planner.passes import Assignment, Batch
-from megatron_nsp.planner.placement import Placement
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.cost.bounds import least_limit_us
 from megatron_nsp.planner.policies.flexsp_buckets import micro_batch_starts
 from megatron_nsp.planner.policies.flexsp_milp import (
     OPTIMAL_WITHIN,
@@ -33,6 +31,8 @@ from megatron_nsp.planner.policies.flexsp_milp import (
     offered_columns,
     place_in_groups,
 )
+from megatron_nsp.planner.search.micro_batches import Assignment, Batch
+from megatron_nsp.planner.search.placement import Placement
 
 MORE_PASSES = 4
 """Micro-batches tried beyond the least number."""

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_nsp.plan import IntArray
-from megatron_nsp.planner.placement import PassState, Placement
+from megatron_nsp.arrays import IntArray
 from megatron_nsp.planner.policies.flexsp_buckets import bucket_starts
-from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.planner.search.placement import PassState, Placement
+from megatron_nsp.planner.search.problem import PassProblem
 
 NUM_BUCKETS = 16
 

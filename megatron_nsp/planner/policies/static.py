@@ -6,8 +6,8 @@ samples go to them longest first, each to the group with least work (LPT).
 
 import numpy as np
 
-from megatron_nsp.planner.placement import PassState, Placement
-from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.planner.search.placement import PassState, Placement
+from megatron_nsp.planner.search.problem import PassProblem
 
 
 def place_static(problem: PassProblem, degree: int) -> Placement:

@@ -7,8 +7,8 @@ ones on all of them, and the best plan is kept.
 
 import numpy as np
 
-from megatron_nsp.planner.placement import PassState, Placement
-from megatron_nsp.planner.problem import PassProblem
+from megatron_nsp.planner.search.placement import PassState, Placement
+from megatron_nsp.planner.search.problem import PassProblem
 
 CAPS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)
 """Caps on the time at a leaf, as shares of the lower bound."""

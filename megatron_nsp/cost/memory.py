@@ -1,0 +1,135 @@
+"""An estimate of a rank's memory, and the token budget that follows from it.
+
+    token budget = (memory - reserve - states) / bytes of activations for one token
+
+States are weights, gradients and optimizer state. Activations follow Korthikanti et al. (2022),
+without dropout and with a flash kernel: what each layer's backward reads, by recompute policy.
+Sharding, offload and recompute policy are stated; nothing here looks at a machine.
+"""
+
+from dataclasses import dataclass
+
+from megatron_nsp.cost.models import Model, check_parallel
+
+RECOMPUTE_POLICIES = ("none", "selective", "full")
+"""Nothing, core attention, or whole layers."""
+
+WEIGHT_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+"""Of one parameter: bf16 weight, fp32 gradient; fp32 master weight and two Adam moments."""
+
+_LOGIT_BYTES = 2 + 4 + 4
+"""Of one logit while the loss is worked out: bf16 output, fp32 copy, gradient."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a job spreads and keeps its memory.
+
+    Attributes:
+        num_ranks: ranks of the data-parallel domain.
+        tensor_parallel: tensor-parallel size.
+        pipeline_parallel: pipeline-parallel size; a first stage keeps as many micro-batches.
+        expert_parallel: expert-parallel size.
+        shards_weights: whether weights and gradients are sharded over the domain (FSDP).
+        shards_optimizer: whether optimizer state is (FSDP or the distributed optimizer).
+        offloads_optimizer: whether optimizer state is kept by the host.
+        recompute: one of RECOMPUTE_POLICIES.
+        reserve_bytes: for the allocator, communicators and kernels' workspace.
+    """
+
+    num_ranks: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    shards_weights: bool = True
+    shards_optimizer: bool = True
+    offloads_optimizer: bool = False
+    recompute: str = "full"
+    reserve_bytes: float = 6e9
+
+    def __post_init__(self) -> None:
+        """Refuses policies that do not exist.
+
+        Raises:
+            ValueError: names the policies.
+        """
+        if self.recompute not in RECOMPUTE_POLICIES:
+            raise ValueError(
+                f"recompute must be one of {', '.join(RECOMPUTE_POLICIES)}, got {self.recompute}"
+            )
+
+
+def state_bytes(model: Model, plan: MemoryPlan) -> float:
+    """Bytes of weights, gradients and optimizer state on one rank."""
+    check_parallel(model, plan.tensor_parallel, plan.pipeline_parallel, plan.expert_parallel)
+    split = plan.tensor_parallel * plan.pipeline_parallel
+    shared = model.shared_parameters / split
+    experts = model.expert_parameters / (split * plan.expert_parallel)
+    # Experts are sharded over the ranks that hold the same ones.
+    expert_ranks = max(plan.num_ranks // plan.expert_parallel, 1)
+
+    def held(is_sharded: bool) -> float:
+        if not is_sharded:
+            return shared + experts
+        return shared / plan.num_ranks + experts / expert_ranks
+
+    total = (WEIGHT_BYTES + GRAD_BYTES) * held(plan.shards_weights)
+    if plan.shards_weights:  # one layer is gathered while it runs, the next one beside it
+        layer = shared / model.num_layers + experts / model.num_layers
+        total += 2 * (WEIGHT_BYTES + WEIGHT_BYTES) * layer
+    if not plan.offloads_optimizer:
+        total += OPTIMIZER_BYTES * held(plan.shards_optimizer)
+    return total
+
+
+def layer_activation_bytes(model: Model, tensor_parallel: int, keeps_attention: bool) -> float:
+    """Bytes that one layer keeps for one token without recomputation, in bf16."""
+    output = model.num_heads * model.value_width
+    keys_and_values = model.num_kv_heads * (model.head_dim + model.value_width)
+    norms = 2 * 2 * model.hidden  # inputs of both norms
+    projections = 2 * 2 * model.hidden  # what q, k, v and the MLP read
+    attention = 2 * (model.num_heads * model.head_dim + keys_and_values + output)
+    attention += 4 * model.num_heads  # LSE
+    if not keeps_attention:
+        attention = 2 * output  # what the output projection reads
+    # Outputs of the first matrices, and what the last one reads.
+    mlp = 2 * model.active_width * model.num_matrices
+    if model.num_experts:
+        mlp += 2 * 2 * model.top_k * model.hidden  # a token's copies, sent and received
+    return norms + projections + (attention + mlp) / tensor_parallel
+
+
+def activation_bytes(model: Model, plan: MemoryPlan) -> float:
+    """Bytes of activations on one rank for each token it holds in a micro-batch.
+
+    `none` keeps every layer whole; `selective` recomputes core attention; `full` keeps each layer's
+    input, and one layer whole while it is recomputed. Logits are there once, at the end.
+    """
+    tp, stages = plan.tensor_parallel, plan.pipeline_parallel
+    layers = model.num_layers // stages
+    whole = layer_activation_bytes(model, tp, keeps_attention=True)
+    kept = {
+        "none": layers * whole,
+        "selective": layers * layer_activation_bytes(model, tp, keeps_attention=False) + whole,
+        "full": layers * 2.0 * model.hidden + whole,
+    }[plan.recompute]
+    # A first stage holds one micro-batch for each stage that is still under way.
+    logits = _LOGIT_BYTES * model.vocab_size / tp
+    return kept * stages + logits
+
+
+def token_budget(model: Model, plan: MemoryPlan, memory_bytes: float) -> int:
+    """The most tokens a rank can hold in a micro-batch.
+
+    Raises:
+        ValueError: the states alone do not fit; one line with both numbers.
+    """
+    states = state_bytes(model, plan) + plan.reserve_bytes
+    free = memory_bytes - states
+    tokens = int(free / activation_bytes(model, plan))
+    if tokens < 1:
+        raise ValueError(
+            f"{model.name} does not fit: weights, gradients, optimizer and reserve take "
+            f"{states / 1e9:.1f} GB of the {memory_bytes / 1e9:.1f} GB of a rank"
+        )
+    return tokens

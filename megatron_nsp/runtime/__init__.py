@@ -1,0 +1,1 @@
+"""What obeys a plan, on tensors: groups, kernels, backends, executor, attention. No Megatron."""
