@@ -39,7 +39,7 @@ lint:
 	.venv/bin/ruff check .
 	.venv/bin/codespell
 	.venv/bin/lint-imports --no-logo
-	$(PYTHON) scripts/check_files.py megatron_nsp scripts
+	$(PYTHON) scripts/structure.py
 
 types:
 	.venv/bin/mypy

@@ -22,12 +22,13 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 
-from megatron_nsp.mcore import megatron_fixes, parallel_state, resume
+from megatron_nsp.mcore import parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
 from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.cpu.args import check_cpu_args, set_cpu_defaults
 from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.fixes import at_start
 from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import checked_loss, per_token_loss
@@ -132,7 +133,7 @@ class Trainer:
         if args.dataloader_type == "single":
             args.dataloader_type = None  # Megatron's validation filled in its default
         job = Job.from_args(args, config_from_args(args))
-        megatron_fixes.apply()
+        at_start.apply()
         parallel_state.configure(job.tree)
         resume.check_on_load(args, job)
         return cls(args, job)
@@ -281,7 +282,7 @@ def main() -> None:
         model = model_config(args)  # Megatron checks the model's own flags here
     except ValueError as error:
         refuse(error)
-    megatron_fixes.apply()
+    at_start.apply()
     parallel_state.install(job.tree)
     resume.check_on_load(args, job)
     trainer = Trainer(args, job)

@@ -6,7 +6,7 @@ code under test.
 
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import torch.distributed as dist
 from torch import Tensor
@@ -67,7 +67,8 @@ class LoggingGroup(dist.ProcessGroup):
         self.inner, self.log = inner, log
         self.global_ranks = tuple(dist.get_process_group_ranks(inner))
 
-    def alltoall_base(  # noqa: D102 - torch's name and arguments
+    @override
+    def alltoall_base(
         self,
         output: Tensor,
         input: Tensor,

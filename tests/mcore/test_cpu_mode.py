@@ -166,7 +166,7 @@ def main() -> None:
     )
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_nsp.mcore import megatron_fixes
+    from megatron_nsp.mcore.fixes import at_start
 
     def batches() -> Iterator[torch.Tensor]:
         """Samples of one increasing sequence each, the same on any number of ranks."""
@@ -199,7 +199,7 @@ def main() -> None:
         return megatron_log(losses, *args, **kwargs)
 
     megatron_log, training.training_log = training.training_log, log
-    megatron_fixes.apply()
+    at_start.apply()
     args = parse_and_validate_args(lambda parser: set_cpu_defaults(parser) or parser)
     check_cpu_args(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

@@ -11,8 +11,8 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.training import training
 
-from megatron_nsp.mcore import megatron_fixes
 from megatron_nsp.mcore.connections import describe_connections
+from megatron_nsp.mcore.fixes import at_start
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
 from megatron_nsp.mcore.params import NestedSeqParams
@@ -74,7 +74,7 @@ def test_a_run_without_a_folder_saves_nothing(monkeypatch: pytest.MonkeyPatch) -
     saved: list[int] = []
     monkeypatch.setattr(training, "save_checkpoint_and_time", saved.append)
     for _ in range(2):
-        megatron_fixes.apply()
+        at_start.apply()
     for iteration, folder in enumerate((None, "checkpoints")):
         flags = SimpleNamespace(save=folder)
         monkeypatch.setattr(training, "get_args", lambda flags=flags: flags)

@@ -1,4 +1,4 @@
-"""The scaffold: numpy levels without torch, finding a Python, remaking .venv, size limits.
+"""The scaffold: numpy levels without torch, finding a Python, remaking .venv, structure.
 
 No test here installs anything: setup runs in a scratch project with a stand-in for Python.
 """
@@ -265,7 +265,7 @@ def test_ci_run_makes_the_test_target_from_anywhere(tmp_path):
     assert said == f"{ROOT} test\n"
 
 
-# --- scripts/check_files.py -----------------------------------------------------------------------
+# --- scripts/te_venv.sh ---------------------------------------------------------------------------
 
 
 def te_venv(folder, **environment):
@@ -303,10 +303,14 @@ def test_transformer_engine_is_built_once(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+# --- scripts/structure.py -------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
-def check_files():
-    spec = importlib.util.spec_from_file_location("check_files", ROOT / "scripts/check_files.py")
+def structure():
+    spec = importlib.util.spec_from_file_location("structure", ROOT / "scripts/structure.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules["structure"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -322,27 +326,89 @@ def check_files():
         ("__misc_helper__", ["misc", "helper"]),
     ],
 )
-def test_banned_words(name, words, check_files):
-    assert check_files.banned_words(name) == words
+def test_banned_words(name, words, structure):
+    assert structure.banned_words(name) == words
+
+
+def package(folder: Path, **sources: str) -> Path:
+    """A checkout with a package of these modules; a double underscore stands for a folder."""
+    for name, source in sources.items():
+        path = folder / "megatron_nsp" / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source if source.startswith('"""') else '"""A module."""\n' + source)
+    return folder
+
+
+TYPED = 'def f(x: int) -> int:\n    """Doubles."""\n    return 2 * x\n'
+CLASS = 'class C(B):\n    """A class."""\n\n'
 
 
 @pytest.mark.parametrize(
-    ("path", "source", "finding"),
+    ("source", "finding"),
     [
-        ("p/a.py", "x = 1\n" * 400, None),
-        ("p/a.py", "x = 1\n" * 401, "401 lines in the file, at most 400"),
-        ("p/a.py", "def f():\n" + "    x = 1\n" * 59, None),
-        ("p/a.py", "def f():\n" + "    x = 1\n" * 60, "61 lines in f, at most 60"),
-        ("p/a.py", "class TmpStore:\n    pass\n", "banned word 'tmp' in TmpStore"),
-        ("p/utils/a.py", "", "banned word 'utils' in the module name"),
+        (TYPED, None),
+        (TYPED.replace("x: int", "x"), "f is not typed"),
+        (TYPED.replace(" -> int", ""), "f is not typed"),
+        (TYPED.replace("x: int", "*x"), "f is not typed"),
+        ("def f() -> None: ...\n", "f has no docstring"),
+        ("def _f() -> None: ...\n", None),
+        ("class C: ...\n", "C has no docstring"),
+        ("class _C:\n    def f(self) -> None: ...\n", None),
+        (CLASS + "    def f(self) -> None: ...\n", "C.f has no docstring"),
+        (CLASS + "    @override\n    def f(self) -> None: ...\n", None),
+        (CLASS.replace("class C", "class TmpStore"), "banned word 'tmp' in TmpStore"),
     ],
 )
-def test_check_source(path, source, finding, check_files):
-    findings = list(check_files.check_source(Path(path), source))
-    assert len(findings) == (finding is not None)
-    assert finding is None or findings[0].endswith(finding)
+def test_rules_of_one_file(source, finding, structure, tmp_path):
+    found = structure.measure(structure.read_package(package(tmp_path, plan__a=source))).findings
+    assert [line.partition(": ")[2] for line in found] == ([finding] if finding else [])
 
 
-def test_check_files_refuses_to_check_nothing(check_files, tmp_path):
-    with pytest.raises(ValueError, match="no Python file"):
-        check_files.main([str(tmp_path)])
+def test_banned_words_in_module_names(structure, tmp_path):
+    root = package(tmp_path, utils__a="")
+    (finding,) = structure.measure(structure.read_package(root)).findings
+    assert finding == "megatron_nsp/utils/a.py:1: banned word 'utils' in the module name"
+
+
+def test_rooms_and_arrows(structure, tmp_path):
+    root = package(
+        tmp_path,
+        config="from megatron_nsp.plan.a import f\n",
+        plan__a="",
+        plan__b="from megatron_nsp.plan.a import f\n",
+        runtime__c="import megatron_nsp.plan.b\nfrom megatron_nsp.runtime.kernels import d\n",
+        runtime__kernels__d="from megatron_nsp.runtime import c\n",
+    )
+    counted = structure.measure(structure.read_package(root))
+    config, plan, runtime, kernels = (
+        "megatron_nsp." + room for room in ("config", "plan", "runtime", "runtime.kernels")
+    )
+    assert counted.rooms == {config, plan, runtime, kernels}
+    assert counted.arrows == {
+        (config, plan), (runtime, plan), (runtime, kernels), (kernels, runtime),
+    }  # fmt: skip
+    assert counted.two_way == [(runtime, kernels)]
+    assert counted.findings == [f"{runtime} and {kernels} import each other"]
+
+
+def test_places_are_names_and_strings_of_code(structure, tmp_path):
+    root = package(
+        tmp_path,
+        a='"""Of gather."""\n',
+        b='NAMES = ("ring", "gather")\n',
+        c="def gathered() -> None: ...\n",
+        d="from megatron_nsp.x import Gather\n",
+    )
+    found = structure.places(structure.read_package(root), "gather|Gather")
+    assert found == ["megatron_nsp/b.py", "megatron_nsp/d.py"]
+
+
+def test_every_example_of_a_change_is_somewhere(structure):
+    sources = structure.read_package(ROOT)
+    for kind, example in structure.EXAMPLES.items():
+        assert structure.places(sources, example), kind
+
+
+def test_structure_refuses_to_count_nothing(structure, tmp_path):
+    with pytest.raises(ValueError, match="no Python file below"):
+        structure.read_package(tmp_path)

@@ -95,7 +95,7 @@ def _patch_megatron() -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    from megatron_nsp.mcore.torch_adam import make_checkpoints_loadable
+    from megatron_nsp.mcore.fixes.torch_adam import make_checkpoints_loadable
 
     # NCCL options cannot be given to a gloo group; FSDP asks for high-priority streams by itself.
     parallel_state.get_nccl_options = lambda pg_name, nccl_comm_cfgs: None

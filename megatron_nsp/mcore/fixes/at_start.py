@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.datasets import utils as dataset_utils
 from megatron.training import training
 
-from megatron_nsp.mcore.torch_adam import make_checkpoints_loadable
+from megatron_nsp.mcore.fixes.torch_adam import make_checkpoints_loadable
 
 
 def apply() -> None:
