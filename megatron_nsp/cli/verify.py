@@ -185,6 +185,7 @@ def run(args: argparse.Namespace) -> int:
     is_right = result.is_right(tolerance)
     report = {
         "errors": result.errors,
+        "off_most_at": {name: str(place) for name, place in result.places.items()},
         "tolerance": tolerance,
         "collectives": result.num_collectives,
         "predicted_collectives": result.predicted_collectives,
@@ -199,7 +200,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _table(report: dict, plan: Plan) -> str:
     lines = [f"largest relative error (tolerance {report['tolerance']:g})"]
-    lines += [f"  {name:4} {error:.2e}" for name, error in report["errors"].items()]
+    for name, error in report["errors"].items():
+        lines.append(f"  {name:5} {error:.2e}")
+        if not error <= report["tolerance"]:
+            lines[-1] += f", most at {report['off_most_at'][name]}"
     lines.append("rank  tokens  all-to-alls (predicted)   bytes sent (predicted)")
     rows = zip(
         plan.token_load().tolist(),

@@ -6,10 +6,12 @@ The mechanism behind `megatron-nsp verify` and behind the attention tests.
 from dataclasses import dataclass, field
 from importlib import import_module
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.heads import HeadShape
 from megatron_nsp.plan.layout import NodeSlice, rank_layout
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders
@@ -24,11 +26,7 @@ from megatron_nsp.runtime.executor import build_queue
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionMask, choose_kernel
 from megatron_nsp.testing.logging_group import CollectiveLog, Record, logged_new_group
-from megatron_nsp.testing.oracle import (
-    AttentionInputs,
-    attention_oracle,
-    relative_errors,
-)
+from megatron_nsp.testing.oracle import AttentionInputs, Exact, attention_oracle
 from megatron_nsp.testing.ranks import run_ranks
 
 DTYPES = {
@@ -110,11 +108,38 @@ class RankResult:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a tensor is off most.
+
+    Attributes:
+        rank: the rank that holds the row; None for the gradient of a sink, a sum over ranks.
+        sample: number of the sample in the batch; None for a sink.
+        row: the token's position in its sample, or the query head of a sink.
+        found: the element that is off most.
+        expected: what it should be.
+    """
+
+    rank: int | None
+    sample: int | None
+    row: int
+    found: float
+    expected: float
+
+    def __str__(self) -> str:
+        """The place in words."""
+        where = f"head {self.row}"
+        if self.sample is not None:
+            where = f"token {self.row} of sample {self.sample}, on rank {self.rank}"
+        return f"{where}: {self.found:.9g} instead of {self.expected:.9g}"
+
+
+@dataclass(frozen=True)
 class CaseResult:
     """Errors against the oracle and traffic against the prediction.
 
     Attributes:
         errors: largest relative error of out, dq, dk and dv.
+        places: where each of them is off most.
         num_collectives: all-to-alls of each rank.
         predicted_collectives: the closed form: one for each step that communicates.
         sent_bytes: bytes each rank sent to others.
@@ -124,6 +149,7 @@ class CaseResult:
     """
 
     errors: dict[str, float]
+    places: dict[str, Place]
     num_collectives: list[int]
     predicted_collectives: list[int]
     sent_bytes: list[int]
@@ -268,8 +294,9 @@ def run_cases(cases: list[AttentionCase], timeout_s: float = 60.0) -> list[list[
 
 
 def _compare(case: AttentionCase, ranks: list[RankResult]) -> CaseResult:
-    expected = attention_oracle(case.draw(), case.plan.lengths, case.mask, case.sinks())
-    gathered = {name: torch.full_like(x, float("nan")) for name, x in expected.items()}
+    exact = attention_oracle(case.draw(), case.plan.lengths, case.mask, case.sinks())
+    gathered = {name: torch.full_like(x, float("nan")) for name, x in exact.values.items()}
+    rank_of_token = np.full(int(case.plan.lengths.sum()), -1)
     if case.has_sinks:  # each rank has its part of a sum over ranks
         gathered["dsink"] = torch.stack(
             [result.outputs.pop("dsink").double() for result in ranks]
@@ -277,12 +304,14 @@ def _compare(case: AttentionCase, ranks: list[RankResult]) -> CaseResult:
     for rank, result in enumerate(ranks):
         layout = rank_layout(case.plan, rank)
         numbers = torch.from_numpy(layout.token_numbers(case.plan.lengths))
+        rank_of_token[numbers] = rank
         for name, value in result.outputs.items():
             gathered[name][numbers] = value[: len(numbers)].double()
             assert not value[len(numbers) :].any(), f"filler rows of {name} on {rank=} are not 0"
     num_collectives, sent_bytes = predicted_traffic(case)
     return CaseResult(
-        errors=relative_errors(gathered, expected),
+        errors=exact.errors(gathered),
+        places=worst_places(gathered, exact, case.plan.lengths, rank_of_token),
         num_collectives=[len(result.records) for result in ranks],
         predicted_collectives=num_collectives,
         sent_bytes=[sum(r.sent_bytes for r in result.records) for result in ranks],
@@ -290,3 +319,29 @@ def _compare(case: AttentionCase, ranks: list[RankResult]) -> CaseResult:
         records=[result.records for result in ranks],
         max_in_flight=max(result.max_in_flight for result in ranks),
     )
+
+
+def worst_places(
+    found: dict[str, Tensor], exact: Exact, lengths: IntArray, rank_of_token: IntArray
+) -> dict[str, Place]:
+    """Where each tensor differs most, a value that is no number before all others.
+
+    Args:
+        found: what the ranks computed, by name.
+        exact: what is right.
+        lengths: `[n]` tokens of each sample.
+        rank_of_token: `[N]` the rank that holds each token of the batch.
+    """
+    stops, places = np.cumsum(lengths), {}
+    for name, expected in exact.values.items():
+        difference = (found[name] - expected).abs().nan_to_num(nan=float("inf"))
+        at = np.unravel_index(int(difference.argmax()), expected.shape)
+        row, element = int(at[0]), tuple(int(place) for place in at)
+        values = float(found[name][element]), float(expected[element])
+        if name == "dsink":
+            places[name] = Place(None, None, row, *values)
+        else:
+            sample = int(np.searchsorted(stops, row, side="right"))
+            position = row - int(stops[sample] - lengths[sample])
+            places[name] = Place(int(rank_of_token[row]), sample, position, *values)
+    return places

@@ -1,28 +1,48 @@
-"""What is counted as exposed communication, on clocks that are made up or barely real."""
+"""What is counted as exposed communication, on clocks that are made up."""
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_nsp.runtime import executor
+from megatron_nsp.runtime import executor, exposed
 from megatron_nsp.runtime.backends.base import Exchange
 from megatron_nsp.runtime.executor import build_queue
 from megatron_nsp.runtime.exposed import StreamTime
 
 CPU = torch.device("cpu")
 TOOK_MS, MEANWHILE_MS = 60.0, 40.0
-SLACK_MS = 25.0
+PATIENCE_S = 60.0
+"""How long one thread waits for another that a busy machine keeps."""
 
 
 def exchange(group: object | None) -> Exchange:
     return Exchange(torch.zeros(4), (2, 2), (2, 2), group)  # type: ignore[arg-type]
 
 
-def slow(_: Exchange) -> torch.Tensor:
-    time.sleep(TOOK_MS / 1e3)
-    return torch.zeros(4)
+class MadeUpHost:
+    """A clock that moves only when told, and an exchange that ends when the clock says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ms = 0.0
+        self.is_asked = threading.Event()
+        self.ends_ms = 0.0
+        monkeypatch.setattr(exposed, "time", SimpleNamespace(perf_counter=self.now_s))
+        monkeypatch.setattr(executor, "run_exchange", self.run)
+
+    def now_s(self) -> float:
+        """The time; whoever asks for it begins to wait, or has waited."""
+        now_s = self.now_ms / 1e3
+        self.is_asked.set()
+        return now_s
+
+    def run(self, _: Exchange) -> torch.Tensor:
+        """An exchange: it is over once compute waits for it, at its own time."""
+        assert self.is_asked.wait(PATIENCE_S)
+        self.now_ms = max(self.now_ms, self.ends_ms)
+        return torch.zeros(4)
 
 
 @pytest.mark.parametrize(
@@ -31,12 +51,27 @@ def slow(_: Exchange) -> torch.Tensor:
 def test_what_ran_beside_compute_is_not_exposed(
     monkeypatch: pytest.MonkeyPatch, overlap: bool, expected_ms: float
 ) -> None:
-    monkeypatch.setattr(executor, "run_exchange", slow)
+    host = MadeUpHost(monkeypatch)
     queue = build_queue(CPU, overlap)
+    host.ends_ms = TOOK_MS
     pending = queue.issue(exchange("a group"))
-    time.sleep(MEANWHILE_MS / 1e3)
+    host.now_ms += MEANWHILE_MS  # compute; a serial queue has finished the exchange before it
     pending.wait()
-    assert expected_ms - SLACK_MS / 2 < queue.exposed.take_ms() < expected_ms + SLACK_MS
+    assert queue.exposed.take_ms() == pytest.approx(expected_ms)
+    assert queue.exposed.take_ms() == 0.0
+
+
+def test_an_exchange_that_is_over_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = MadeUpHost(monkeypatch)
+    host.is_asked.set()
+    queue = build_queue(CPU, overlap=True)
+    host.ends_ms = TOOK_MS
+    pending = queue.issue(exchange("a group"))
+    deadline_s = time.monotonic() + PATIENCE_S
+    while host.now_ms < TOOK_MS and time.monotonic() < deadline_s:
+        time.sleep(1e-3)
+    pending.wait()
+    assert host.now_ms == TOOK_MS
     assert queue.exposed.take_ms() == 0.0
 
 
@@ -48,17 +83,19 @@ def test_an_exchange_of_a_rank_with_itself_counts_nothing(overlap: bool) -> None
 
 
 def test_a_failed_exchange_was_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Exchange) -> torch.Tensor:
-        released.wait()
+    host = MadeUpHost(monkeypatch)
+
+    def fail(failing: Exchange) -> torch.Tensor:
+        host.run(failing)
         raise RuntimeError("made up")
 
     monkeypatch.setattr(executor, "run_exchange", fail)
-    released, queue = threading.Event(), build_queue(CPU, overlap=True)
+    queue = build_queue(CPU, overlap=True)
+    host.ends_ms = TOOK_MS
     pending = queue.issue(exchange("a group"))
-    threading.Timer(TOOK_MS / 1e3, released.set).start()
     with pytest.raises(RuntimeError, match="made up"):
         pending.wait()
-    assert queue.exposed.take_ms() > TOOK_MS / 2
+    assert queue.exposed.take_ms() == pytest.approx(TOOK_MS)
 
 
 class MadeUpStream:

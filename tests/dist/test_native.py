@@ -24,7 +24,7 @@ from megatron_nsp.runtime.executor import CommunicationQueue, Pending, build_que
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionMask, choose_native
 from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
-from megatron_nsp.testing.oracle import AttentionInputs, attention_oracle, relative_errors
+from megatron_nsp.testing.oracle import AttentionInputs, attention_oracle
 from megatron_nsp.testing.ranks import run_ranks
 from tests.dist.kernel_packages import installed
 from tests.dist.package_calls import Package
@@ -107,11 +107,11 @@ def attend(
 def errors(plan: Plan, ranks: list, seed: int, window_left: int | None = None) -> dict[str, float]:
     mask = AttentionMask(0.25, window_left=window_left)
     exact = attention_oracle(draw(plan, seed), plan.lengths, mask)
-    found = {name: torch.full_like(x, float("nan")) for name, x in exact.items()}
+    found = {name: torch.full_like(x, float("nan")) for name, x in exact.values.items()}
     for rows, tensors in ranks:
         for name, value in tensors.items():
             found[name][rows] = value
-    return relative_errors(found, exact)
+    return exact.errors(found)
 
 
 AWKWARD = [(37, 4, 0), (1, 4, 0), (5, 4, 0), (9, 2, 0), (3, 2, 0), (11, 2, 1), (6, 1, 1), (2, 1, 3)]
@@ -309,7 +309,7 @@ def test_the_graph_of_a_call_lives_with_the_call() -> None:
         for rank in ranks:
             rows, grads = rank["found"][place]
             for name, grad in grads.items():
-                torch.testing.assert_close(grad, exact[name][rows], rtol=0, atol=1e-10)
+                torch.testing.assert_close(grad, exact.values[name][rows], rtol=0, atol=1e-10)
     for rank in ranks:
         assert rank["modules"] == 1
         # Evaluation, two calls, then a layer's first pass and the pass that computes it again:

@@ -51,7 +51,7 @@ class SlowNode:
         self.events[f"{what} starts"].set()
         if what in self.meanwhile:
             awaited = self.meanwhile[what]
-            assert self.events[awaited].wait(timeout=5), f"{awaited} only after {what}"
+            assert self.events[awaited].wait(timeout=60), f"{awaited} only after {what}"
         self.events[f"{what} ends"].set()
 
     def exchange(self, exchange: Exchange) -> torch.Tensor:

@@ -75,7 +75,8 @@ def main(argv: list[str]) -> None:
     if options.probe_mask_before is not None:
         watch.mask_targets(options.probe_mask_before)
     if options.probe_fail is not None:
-        watch.fail_on_purpose(*(int(part) for part in options.probe_fail.split(":")))
+        failing = (int(part) for part in options.probe_fail.split(":"))
+        watch.fail_on_purpose(*failing, options.out / "failed_at")
     if options.probe_other_plan is not None:
         watch.plan_otherwise(*(int(part) for part in options.probe_other_plan.split(":")))
     watch_recomputation(options)

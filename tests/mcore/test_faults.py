@@ -18,10 +18,9 @@ def test_l4_a_failing_rank_ends_the_job_and_says_why(tmp_path: Path) -> None:
     flags = ["--data-path", str(tmp_path / "docs"), "--nsp-batch-tokens", str(sum(lengths))]
     flags += ["--train-iters", "3", "--nsp-policy", f"file:{tmp_path / 'plans'}"]
     flags += ["--distributed-timeout-seconds-after-init", str(TIMEOUT_S)]
-    started = time.monotonic()
-    run = train_with_torchrun(4, tmp_path / "run", *flags, "--probe-fail=1:2", timeout_s=120)
-    start_up_s = 30
-    assert time.monotonic() - started < start_up_s + 2 * TIMEOUT_S
+    run = train_with_torchrun(4, tmp_path / "run", *flags, "--probe-fail=1:2", timeout_s=240)
+    failed_at_s = float((tmp_path / "run" / "failed_at").read_text())
+    assert time.time() - failed_at_s < 2 * TIMEOUT_S
     assert run.returncode
     messages = [line for line in run.output.splitlines() if line.startswith("nsp: rank")]
     assert messages[0].startswith("nsp: rank 1, step 2, documents [")

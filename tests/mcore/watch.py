@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -257,14 +258,15 @@ def delay_at_random(longest_ms: float) -> None:
     executor._Playing.run = late  # type: ignore[method-assign]
 
 
-def fail_on_purpose(rank: int, step: int) -> None:
-    """Makes the prologue of one rank raise in one step."""
+def fail_on_purpose(rank: int, step: int, note: Path) -> None:
+    """Makes the prologue of one rank raise in one step, and notes the time of day when it does."""
     from megatron_nsp.runtime.backends.node import NodeForward
 
     prologue = NodeForward.prologue
 
     def failing(self: NodeForward, number: int) -> Any:
         if rank == torch.distributed.get_rank() and len(STEPS) == step - 1:
+            note.write_text(str(time.time()))
             raise MemoryError("made up for the test")
         return prologue(self, number)
 

@@ -89,7 +89,7 @@ def test_te_as_a_node_of_a_path_is_the_definition(outer: str) -> None:
     per_rank = run_ranks(4, on_rank, cases, timeout_s=120)
     for case, *ranks in zip(cases, *per_rank, strict=True):
         exact = attention_oracle(draw(case), case[0].lengths, MASK)
-        for name, expected in exact.items():
+        for name, expected in exact.values.items():
             found = torch.full_like(expected, float("nan"))
             for rows, tensors in ranks:
                 found[rows] = tensors[name].double()

@@ -2,7 +2,7 @@
 
 Calls and memory are the same in every run: calls see loops in Python, memory sees arrays of samples
 by samples. Time sees everything; it grows with n to the 0.6 to 0.8, so it may be disturbed by a
-factor of two.
+factor of two. All sizes take turns, so that a machine that slows down slows down all of them.
 """
 
 import sys
@@ -30,8 +30,12 @@ def plan(lengths: IntArray, cost: CostModel) -> None:
     plan_batch(lengths, cost.tree, cost, compares_all=False)
 
 
-def calls(work: Callable[[], None]) -> float:
-    """Functions called, in Python and in C."""
+def calls(works: list[Callable[[], None]]) -> list[float]:
+    """Functions called by each, in Python and in C."""
+    return [_calls(work) for work in works]
+
+
+def _calls(work: Callable[[], None]) -> float:
     count = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -46,8 +50,12 @@ def calls(work: Callable[[], None]) -> float:
     return count
 
 
-def peak_bytes(work: Callable[[], None]) -> float:
-    """Most memory held at one time, arrays included."""
+def peak_bytes(works: list[Callable[[], None]]) -> list[float]:
+    """Most memory that each holds at one time, arrays included."""
+    return [_peak_bytes(work) for work in works]
+
+
+def _peak_bytes(work: Callable[[], None]) -> float:
     tracemalloc.start()
     try:
         work()
@@ -56,14 +64,16 @@ def peak_bytes(work: Callable[[], None]) -> float:
         tracemalloc.stop()
 
 
-def cpu_s(work: Callable[[], None]) -> float:
-    """Processor time, the best of three."""
-    best_s = float("inf")
-    for _ in range(3):
-        started_s = time.process_time()
-        work()
-        best_s = min(best_s, time.process_time() - started_s)
-    return best_s
+def cpu_s(works: list[Callable[[], None]]) -> list[float]:
+    """Processor time of each, the best of five turns."""
+    turns_s = [[_cpu_s(work) for work in works] for _ in range(5)]
+    return [min(times_s) for times_s in zip(*turns_s, strict=True)]
+
+
+def _cpu_s(work: Callable[[], None]) -> float:
+    started_s = time.process_time()
+    work()
+    return time.process_time() - started_s
 
 
 def exponent(sizes: tuple[int, ...], amounts: list[float]) -> float:
@@ -81,5 +91,5 @@ N_LOG_N = exponent(SIZES, [n * float(np.log(n)) for n in SIZES])
 def test_planning_grows_at_most_with_n_log_n(cost, amount) -> None:
     pool = drawn("paper-mix", 0, 60_000_000)
     assert len(pool) >= SIZES[-1], len(pool)
-    amounts = [amount(lambda n=n: plan(pool[:n], cost)) for n in SIZES]
+    amounts = amount([lambda n=n: plan(pool[:n], cost) for n in SIZES])
     assert exponent(SIZES, amounts) <= N_LOG_N, amounts

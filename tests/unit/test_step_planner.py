@@ -92,7 +92,7 @@ class WatchedPlanning:
 
     def plan(self, batch: Batch) -> tuple[Plan, PlanScore]:
         if self.threads:
-            assert self.caller_is_busy.wait(timeout=5), "the caller was kept for a later step"
+            assert self.caller_is_busy.wait(timeout=60), "the caller was kept for a later step"
         self.threads.append(threading.get_ident())
         if len(self.threads) == 3:
             self.third_is_planned.set()
@@ -104,7 +104,7 @@ def test_the_next_steps_are_planned_while_the_caller_is_busy() -> None:
     watched = WatchedPlanning(plan_ahead=2)
     assert watched.source.next_step().number == 0
     watched.caller_is_busy.set()
-    assert watched.third_is_planned.wait(timeout=5)
+    assert watched.third_is_planned.wait(timeout=60)
     watched.source.close()
     assert len(watched.threads) == 3 and len(set(watched.threads)) == 1
     assert threading.get_ident() not in watched.threads
