@@ -4,15 +4,18 @@ Forking starts eight ranks in about two seconds where spawning takes a minute. I
 in each child and a parent that has not touched CUDA. Ranks meet through a file, so no port is used.
 """
 
+import contextlib
 import os
 import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
@@ -50,10 +53,10 @@ def run_ranks(
         pipes: list[tuple[Connection, Connection]] = []
         processes = []
         for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe()
             arguments = (rank, num_ranks, f"{folder}/store", timeout_s, sender, function, args)
             process = context.Process(target=_rank_main, args=arguments, daemon=True)
-            process.start()
+            _start(process)
             sender.close()
             pipes.append((receiver, sender))
             processes.append(process)
@@ -63,6 +66,17 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _start(process: ForkProcess) -> None:
+    """Forks a process without the warning that threads of this one are not in the child.
+
+    torch and numpy have threads that wait for work. A child makes its own pool before anything else
+    (`_rank_main`), and numpy's library does so at a fork by itself.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        process.start()
 
 
 def _collect(receivers: list[Connection], limit_s: float) -> list[Any]:
@@ -107,5 +121,8 @@ def _rank_main(
         message = (traceback.format_exc(), None)
     # Plain bytes: Connection.send would share tensors through this process, which is about to end.
     sender.send_bytes(pickle.dumps(message))
-    sender.close()
+    # A rank that has nothing to exchange is done while others still connect to it: it stays until
+    # all are heard, when it is killed, or until the process that asks is gone.
+    with contextlib.suppress(EOFError, OSError):
+        sender.recv_bytes()
     os._exit(0)  # skips the teardown of groups whose other ranks may be gone
