@@ -32,6 +32,7 @@ from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.steps.replay import PlanRecorder, PlanReplay
 from megatron_nsp.steps.sampler import Batch, BatchSampler
 from megatron_nsp.steps.step_planner import (
+    CarriedOf,
     MarkSaved,
     OrderNodes,
     PlanBatch,
@@ -172,7 +173,10 @@ class Job:
         """The planner of the training steps from `first_step` on, and its documents."""
         if first_step and os.environ.get("RANK", "0") == "0":
             print(f"nsp: going over the {first_step} steps before this run again", flush=True)
-        planner = self._planner(self.documents, self._plan_batch(), first_step, self._mark_saved)
+        plan_batch, carried_of = self._plan_batch()
+        planner = self._planner(
+            self.documents, plan_batch, first_step, self._mark_saved, carried_of
+        )
         return planner, self.documents
 
     def valid_planner(self) -> tuple[StepPlanner, Documents]:
@@ -182,17 +186,21 @@ class Job:
         return self._planner(documents, self._search_plans(), 0, _save_nothing), documents
 
     def _planner(
-        self, documents: Documents, plan_batch: PlanBatch, first_step: int, mark: MarkSaved
+        self,
+        documents: Documents,
+        plan_batch: PlanBatch,
+        first_step: int,
+        mark: MarkSaved,
+        carried_of: CarriedOf | None = None,
     ) -> StepPlanner:
         sampler = BatchSampler(
             documents.lengths, self.config.batch_tokens, self.max_length, self.args.seed
         )
-        can_carry = self.config.token_budget is not None or self._is_replay
         return StepPlanner(
             sampler,
             plan_batch,
             self.config.plan_ahead,
-            can_carry,
+            carried_of,
             first_step,
             mark,
             self._order_nodes(),
@@ -237,9 +245,12 @@ class Job:
         output = kept_by(self.args, self._shape)
         return lambda plan: mark_saved(plan, output, self._save_bytes)
 
-    def _plan_batch(self) -> PlanBatch:
+    def _plan_batch(self) -> tuple[PlanBatch, CarriedOf | None]:
         if not self._is_replay:
-            return self._search_plans()
+            search = self._search_plans()
+            if self.config.token_budget is None:  # everything fits
+                return search, None
+            return search, lambda batch: search(batch)[0].carried
         path = self.config.policy.removeprefix(REPLAY_PREFIX)
         replay = PlanReplay(path, self.tree, self.num_micro_batches, self.config.token_budget)
         cost = self._cost()
@@ -248,7 +259,7 @@ class Job:
             plan = replay.plan(batch.lengths)
             return plan, cost.score(plan)
 
-        return replay_batch
+        return replay_batch, lambda batch: replay.carried(batch.lengths)
 
     def _search_plans(self) -> PlanBatch:
         cost, config = self._cost(), self.config
