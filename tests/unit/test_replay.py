@@ -74,6 +74,13 @@ def test_a_resumed_run_that_begins_a_file_replays_from_its_own_step_on(tmp_path:
         PlanReplay(str(path), TREE, 1, None).plan(step(0).lengths)
 
 
+def test_a_run_that_resumes_on_a_later_file_keeps_its_steps_before_that(tmp_path: Path) -> None:
+    path = tmp_path / "plans"
+    lines = recorded(path, 2, 4)
+    assert recorded(path, 3, 3) == lines[:2]
+    assert recorded(path, 1, 1) == recorded(tmp_path / "alone", 1, 1)
+
+
 def test_a_step_in_the_middle_that_is_missing_is_never_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "plans"
     recorded(path, 0, 0)
