@@ -1,11 +1,16 @@
 """The layers of a model as Megatron's arguments give them: of which kind, on which pipeline stage.
 
-A layer is a letter, as in `--hybrid-layer-pattern`. A layer of a GPT model is two of them:
-attention and what follows it.
+A layer of a GPT model is attention and what follows it; a hybrid model counts the two apart, each a
+letter of `--hybrid-layer-pattern`.
 """
 
 import argparse
+import itertools
+import json
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.core.transformer.heterogeneous.heterogeneous_config import AttentionConfig, MLPConfig
 
 from megatron_nsp.mcore.spec import layer_window
 
@@ -32,7 +37,50 @@ def set_hybrid_layers(args: argparse.Namespace) -> None:
         args.multi_latent_attention = True
 
 
-def has_experts(args: argparse.Namespace) -> list[bool]:
+class Layer(NamedTuple):
+    """What one layer does for a token.
+
+    Attributes:
+        has_attention: whether it has attention.
+        mlp_width: width of its MLP; 0 = none.
+        has_experts: whether it has experts.
+    """
+
+    has_attention: bool
+    mlp_width: int
+    has_experts: bool
+
+
+def layers_of(args: argparse.Namespace) -> list[Layer]:
+    """The layers of a model whose arguments Megatron has validated, in order."""
+    if args.hybrid_layer_pattern is not None:
+        return [_hybrid_layer(kind, args.ffn_hidden_size) for kind in hybrid_layers(args)]
+    if args.heterogeneous_layers_config_encoded_json is not None:
+        blocks = json.loads(args.heterogeneous_layers_config_encoded_json)["block_configs"]
+        return [_own_layer(block, args) for block in blocks]
+    return [
+        Layer(True, 0 if is_moe else args.ffn_hidden_size, is_moe) for is_moe in _have_experts(args)
+    ]
+
+
+def _hybrid_layer(kind: str, mlp_width: int) -> Layer:
+    return Layer(
+        kind in ATTENTION_LAYERS, mlp_width if kind == MLP_LAYER else 0, kind == EXPERT_LAYER
+    )
+
+
+def _own_layer(block: dict[str, Any], args: argparse.Namespace) -> Layer:
+    """A layer of `--heterogeneous-layers-config-path`, by what Megatron reads from it."""
+    attention = AttentionConfig.build_config_from_dict(block, args.num_attention_heads)
+    mlp = MLPConfig.build_config_from_dict(block, args.hidden_size)
+    linear_width = args.hidden_size // (3 if args.swiglu else 2)  # one matrix in place of these
+    width = 0 if mlp.no_op else linear_width if mlp.replace_with_linear else mlp.ffn_hidden_size
+    if attention.replace_with_linear:
+        width += linear_width
+    return Layer(not (attention.no_op or attention.replace_with_linear), int(width), False)
+
+
+def _have_experts(args: argparse.Namespace) -> list[bool]:
     """Which layers of a GPT model have experts, as `--moe-layer-freq` says."""
     if not args.num_experts:
         return [False] * args.num_layers
@@ -41,24 +89,15 @@ def has_experts(args: argparse.Namespace) -> list[bool]:
     return [kind == 1 for kind in args.moe_layer_freq]
 
 
-def layers_of_stages(args: argparse.Namespace) -> list[str]:
+def layers_of_stages(args: argparse.Namespace) -> list[list[Layer]]:
     """The layers of each pipeline stage: equal shares where the arguments say nothing else."""
-    stages = args.pipeline_model_parallel_size
-    pattern = args.hybrid_layer_pattern
+    pattern, layers = args.hybrid_layer_pattern, layers_of(args)
     if pattern is not None and "|" in pattern:
-        return list(pattern.split("|"))
-    if pattern is not None:
-        size = -(-len(pattern) // stages)
-        return [pattern[size * stage : size * (stage + 1)] for stage in range(stages)]
-    layers = [
-        ATTENTION_LAYERS[0] + (EXPERT_LAYER if is_moe else MLP_LAYER)
-        for is_moe in has_experts(args)
-    ]
-    parts, start = [], 0
-    for size in stage_sizes(args):
-        parts.append("".join(layers[start : start + size]))
-        start += size
-    return parts
+        sizes = [len(stage) for stage in pattern.split("|")]
+    else:
+        sizes = stage_sizes(args)
+    starts = itertools.accumulate(sizes, initial=0)
+    return [layers[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def stage_sizes(args: argparse.Namespace) -> list[int]:
@@ -82,39 +121,46 @@ class LayerCounts:
     Attributes:
         attention: layers with attention.
         mlps: MLPs that every token passes through.
+        mlp_width: their width, the rounded mean.
         experts: layers with experts.
     """
 
     attention: int
     mlps: int
+    mlp_width: int
     experts: int
 
     @classmethod
-    def of(cls, args: argparse.Namespace, mlp_width: int, expert_width: int) -> "LayerCounts":
+    def of(cls, args: argparse.Namespace, expert_width: int) -> "LayerCounts":
         """Counts the layers of a model.
 
         Args:
             args: Megatron's arguments.
-            mlp_width: width of an MLP.
             expert_width: width of all experts that a token passes through in a layer.
         """
         stages = layers_of_stages(args)
         widest = max(
             stages,
-            key=lambda s: s.count(MLP_LAYER) * mlp_width + s.count(EXPERT_LAYER) * expert_width,
+            key=lambda stage: sum(
+                each.mlp_width + each.has_experts * expert_width for each in stage
+            ),
         )
-        attention = max(sum(stage.count(kind) for kind in ATTENTION_LAYERS) for stage in stages)
-        mlps, experts = widest.count(MLP_LAYER), widest.count(EXPERT_LAYER)
-        return cls(len(stages) * attention, len(stages) * mlps, len(stages) * experts)
+        attention = max(sum(each.has_attention for each in stage) for stage in stages)
+        widths = [each.mlp_width for each in widest if each.mlp_width]
+        experts = sum(each.has_experts for each in widest)
+        mean_width = round(sum(widths) / len(widths)) if widths else 0
+        num_stages = len(stages)
+        return cls(
+            num_stages * attention, num_stages * len(widths), mean_width, num_stages * experts
+        )
 
 
 def layer_windows(args: argparse.Namespace) -> list[int]:
     """The window of every layer that has one: most tokens before itself that a token sees."""
-    pattern = hybrid_layers(args) or ATTENTION_LAYERS[0] * args.num_layers
     windows = [
         layer_window(args, number)
-        for number, kind in enumerate(pattern, 1)
-        if kind in ATTENTION_LAYERS
+        for number, layer in enumerate(layers_of(args), 1)
+        if layer.has_attention
     ]
     return [window for window in windows if window is not None]
 

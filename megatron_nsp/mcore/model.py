@@ -54,9 +54,7 @@ def model_of(args: argparse.Namespace) -> Model:
     windows = layer_windows(args)
     expert_hidden = args.moe_ffn_hidden_size or args.ffn_hidden_size
     shared_width = args.moe_shared_expert_intermediate_size or 0
-    counts = LayerCounts.of(
-        args, args.ffn_hidden_size, expert_hidden * args.moe_router_topk + shared_width
-    )
+    counts = LayerCounts.of(args, expert_hidden * args.moe_router_topk + shared_width)
     return Model(
         name="this model",
         source="Megatron's arguments",
@@ -65,7 +63,7 @@ def model_of(args: argparse.Namespace) -> Model:
         num_heads=heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else heads,
         head_dim=args.qk_head_dim + args.qk_pos_emb_head_dim if is_latent else args.kv_channels,
-        ffn_hidden=args.ffn_hidden_size,
+        ffn_hidden=counts.mlp_width,
         vocab_size=args.padded_vocab_size,
         num_mlps=counts.mlps,
         num_experts=args.num_experts or 0,

@@ -1,5 +1,6 @@
 """The small parts at the border to Megatron, each by itself."""
 
+import json
 import math
 import subprocess
 import sys
@@ -195,6 +196,7 @@ def model_args(**fields: object) -> SimpleNamespace:
     flags |= {"moe_shared_expert_intermediate_size": None, "moe_ffn_hidden_size": None}
     flags |= {"moe_layer_freq": 1, "decoder_first_pipeline_num_layers": None}
     flags |= {"decoder_last_pipeline_num_layers": None}
+    flags |= {"heterogeneous_layers_config_encoded_json": None}
     return SimpleNamespace(**{**sizes, **flags, "window_attn_skip_freq": None, **fields})
 
 
@@ -266,6 +268,31 @@ def test_a_pipeline_is_as_slow_as_its_widest_stage() -> None:
     assert (model.num_layers, model.mlps, model.expert_layers) == (6, 0, 6)
     wide = model_args(**sizes | {"ffn_hidden_size": 99999}, pipeline_model_parallel_size=3)
     assert model_of(wide).mlps == 6  # type: ignore[arg-type]
+
+
+def test_the_planner_knows_layers_that_differ() -> None:
+    """Attention and MLPs of their own widths, left out, or one matrix in their place."""
+    none, linear = {"no_op": True}, {"replace_with_linear": True}
+    layers = (({}, 1.0), (none, 3.25), (linear, linear), ({}, none))
+    blocks = [
+        {
+            "attention": {"n_heads_in_group": None, **attention},
+            "ffn": {"ffn_mult": mlp} if isinstance(mlp, float) else {"ffn_mult": None, **mlp},
+        }
+        for attention, mlp in layers
+    ]
+    encoded = json.dumps({"block_configs": blocks})
+    how = {
+        "num_layers": 4,
+        "hidden_size": 1536,
+        "heterogeneous_layers_config_encoded_json": encoded,
+    }
+    model = model_of(model_args(**how, window_size=(9, 0)))  # type: ignore[arg-type]
+    # An MLP has two thirds of ffn_mult times the width; a linear layer is one of its 3 matrices.
+    widths = 1024 + 3328 + 2 * 1536 // 3
+    parameters = 2 * model.attention_parameters + 3 * 1536 * widths
+    assert 2 * model.shape().dense_flops_per_token == 2 * parameters
+    assert (model.num_layers, model.mlps, model.num_windowed_layers) == (2, 3, 2)
 
 
 def test_uneven_stages_count_as_the_one_with_most_layers() -> None:
