@@ -83,7 +83,7 @@ def state_bytes(model: Model, plan: MemoryPlan) -> float:
 
 
 def layer_activation_bytes(model: Model, tensor_parallel: int, keeps_attention: bool) -> float:
-    """Bytes that one layer keeps for one token without recomputation, in bf16."""
+    """Bytes that a layer keeps for one token without recomputation, in bf16; the mean of layers."""
     output = model.num_heads * model.value_width
     keys_and_values = model.num_kv_heads * (model.head_dim + model.value_width)
     norms = 2 * 2 * model.hidden  # inputs of both norms
@@ -93,9 +93,9 @@ def layer_activation_bytes(model: Model, tensor_parallel: int, keeps_attention: 
     if not keeps_attention:
         attention = 2 * output  # what the output projection reads
     # Outputs of the first matrices, and what the last one reads.
-    mlp = 2 * model.active_width * model.num_matrices
-    if model.num_experts:
-        mlp += 2 * 2 * model.top_k * model.hidden  # a token's copies, sent and received
+    mlp = 2.0 * model.active_width * model.num_matrices
+    copies = 2 * 2 * model.top_k * model.hidden  # of a token, sent to experts and received
+    mlp += copies * model.expert_layers / model.num_layers
     return norms + projections + (attention + mlp) / tensor_parallel
 
 

@@ -21,9 +21,12 @@ class Model:
         num_heads: query heads.
         num_kv_heads: key/value heads.
         head_dim: elements of a head.
-        ffn_hidden: width of an MLP; of one expert where there are experts.
+        ffn_hidden: width of an MLP that is no expert.
         vocab_size: rows of the embedding.
-        num_experts: experts of a layer; 0 = a dense model.
+        num_mlps: such MLPs in the model; None = one in each layer without experts.
+        num_experts: experts of a layer that has any; 0 = a dense model.
+        num_expert_layers: layers that have experts; None = all of them, in a model with experts.
+        expert_hidden: width of one expert.
         top_k: experts a token passes through.
         shared_width: width of the MLP that all tokens pass through beside their experts.
         is_gated: whether MLPs have three matrices instead of two.
@@ -44,7 +47,10 @@ class Model:
     head_dim: int
     ffn_hidden: int
     vocab_size: int
+    num_mlps: int | None = None
     num_experts: int = 0
+    num_expert_layers: int | None = None
+    expert_hidden: int = 0
     top_k: int = 1
     shared_width: int = 0
     is_gated: bool = True
@@ -73,32 +79,49 @@ class Model:
         return self.hidden * (self.num_heads + self.num_kv_heads) * width
 
     @property
-    def mlp_parameters(self) -> int:
-        """Parameters of one MLP, or of one expert."""
-        return self.num_matrices * self.hidden * self.ffn_hidden
+    def expert_layers(self) -> int:
+        """Layers that have experts."""
+        if self.num_expert_layers is None:
+            return self.num_layers if self.num_experts else 0
+        return self.num_expert_layers
+
+    @property
+    def mlps(self) -> int:
+        """MLPs that are no experts, in the whole model."""
+        return self.num_layers - self.expert_layers if self.num_mlps is None else self.num_mlps
+
+    @property
+    def routed_parameters(self) -> int:
+        """Parameters of the experts that one token passes through, in the whole model."""
+        matrix = self.hidden * self.expert_hidden
+        return self.expert_layers * self.top_k * self.num_matrices * matrix
+
+    @property
+    def unrouted_parameters(self) -> int:
+        """Parameters of MLPs and routers, which every token passes through, in the whole model."""
+        mlps = self.num_matrices * self.hidden * self.ffn_hidden * self.mlps
+        beside = self.num_matrices * self.hidden * self.shared_width
+        return mlps + self.expert_layers * (beside + self.num_experts * self.hidden)
 
     @property
     def active_width(self) -> int:
-        """Width of MLP that one token passes through in a layer."""
-        if not self.num_experts:
-            return self.ffn_hidden
-        return self.ffn_hidden * self.top_k + self.shared_width
+        """Width of MLP that one token passes through in a layer, the rounded mean of all layers."""
+        per_expert_layer = self.expert_hidden * self.top_k + self.shared_width
+        width = self.mlps * self.ffn_hidden + self.expert_layers * per_expert_layer
+        return round(width / self.num_layers)
 
     @property
     def shared_parameters(self) -> int:
         """Parameters that every expert-parallel rank holds: all but the experts."""
         embeddings = self.vocab_size * self.hidden * (1 if self.is_tied else 2)
         layer = self.attention_parameters + 2 * self.hidden
-        if self.num_experts:
-            layer += (self.num_experts + self.num_matrices * self.shared_width) * self.hidden
-        else:
-            layer += self.mlp_parameters
-        return embeddings + self.num_layers * layer
+        return embeddings + self.num_layers * layer + self.unrouted_parameters
 
     @property
     def expert_parameters(self) -> int:
         """Parameters of all experts."""
-        return self.num_layers * self.num_experts * self.mlp_parameters
+        each = self.num_matrices * self.hidden * self.expert_hidden
+        return self.expert_layers * self.num_experts * each
 
     @property
     def num_parameters(self) -> int:
@@ -118,22 +141,21 @@ class Model:
             ValueError: the sizes do not divide; one line naming both numbers.
         """
         check_parallel(self, tensor_parallel, pipeline_parallel, expert_parallel)
-        parameters = self.attention_parameters
-        parameters += self.num_matrices * self.hidden * self.active_width
-        parameters += self.num_experts * self.hidden  # the router
-        routed = self.mlp_parameters * self.top_k if self.num_experts else 0
-        # There and back, once for each expert of the token.
+        parameters = self.num_layers * self.attention_parameters
+        parameters += self.unrouted_parameters + self.routed_parameters
+        # There and back, once for each expert of the token, in the layers that have experts.
         expert_bytes = 2.0 * self.top_k * self.hidden * bytes_per_element
+        expert_bytes *= self.expert_layers / self.num_layers
         return ModelShape(
             num_layers=self.num_layers // pipeline_parallel,
             hidden=self.hidden,
             num_heads=self.num_heads // tensor_parallel,
             num_kv_heads=max(self.num_kv_heads // tensor_parallel, 1),
             head_dim=self.head_dim,
-            dense_flops_per_token=2.0 * parameters / tensor_parallel,
+            dense_flops_per_token=2.0 * parameters / self.num_layers / tensor_parallel,
             bytes_per_element=bytes_per_element,
             output_flops_per_token=2.0 * self.vocab_size * self.hidden / tensor_parallel,
-            expert_flops_per_token=2.0 * routed / tensor_parallel,
+            expert_flops_per_token=2.0 * self.routed_parameters / self.num_layers / tensor_parallel,
             expert_bytes_per_token=expert_bytes * (1 - 1 / expert_parallel) / tensor_parallel,
             expert_degree=expert_parallel,
             stride=tensor_parallel,
@@ -185,9 +207,10 @@ MODELS = {
             num_heads=32,
             num_kv_heads=4,
             head_dim=128,
-            ffn_hidden=768,
+            ffn_hidden=6144,
             vocab_size=151936,
             num_experts=128,
+            expert_hidden=768,
             top_k=8,
         ),
         Model(
@@ -198,9 +221,10 @@ MODELS = {
             num_heads=64,
             num_kv_heads=4,
             head_dim=128,
-            ffn_hidden=1536,
+            ffn_hidden=12288,
             vocab_size=151936,
             num_experts=128,
+            expert_hidden=1536,
             top_k=8,
         ),
         Model(

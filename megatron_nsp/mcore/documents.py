@@ -21,16 +21,13 @@ class Documents:
         flag: the flag that gave them, for errors.
 
     Raises:
-        ValueError: a dataset does not exist or is damaged, or a number is where a path should be.
+        ValueError: a dataset does not exist or is damaged.
     """
 
     def __init__(self, prefixes: Sequence[str], flag: str = "--data-path") -> None:
         """Opens the datasets memory-mapped and reads their indices."""
-        if not prefixes:
-            raise ValueError(f"{flag} is required: the prefix of a .bin and .idx file")
+        self.flag = flag
         for prefix in prefixes:
-            if prefix.replace(".", "", 1).isdigit():
-                raise ValueError(f"{flag} takes prefixes without weights, got {prefix}")
             for path in (prefix + ".bin", prefix + ".idx"):
                 if not os.path.isfile(path):
                     raise ValueError(f"{flag} {prefix}: there is no file {path}")

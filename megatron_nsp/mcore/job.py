@@ -2,80 +2,133 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from megatron_nsp.arrays import IntArray
-from megatron_nsp.config import NSPConfig, check_ranges, flag
-from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.config import NSPConfig, flag
 from megatron_nsp.cost.profile import Profile, load_profile
-from megatron_nsp.cost.saving import aware_of_saving
-from megatron_nsp.cost.score import PlanScore
-from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
-from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
-from megatron_nsp.mcore.model import kept_by, model_shape, recompute_share, recomputed
+from megatron_nsp.mcore.layers import set_hybrid_layers
+from megatron_nsp.mcore.policy import check_policy
+from megatron_nsp.mcore.refusals import check_arguments, check_kernel
+from megatron_nsp.mcore.sizes import heads_per_rank, longest_sample, set_batch_sizes
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
-from megatron_nsp.plan.heads import is_admissible
-from megatron_nsp.plan.order import ALL_ROOT_FIRST
-from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples, mark_saved
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.planner import check_can_train, plan_batch, policy_names
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
-from megatron_nsp.simulator.order_search import choose_orders
-from megatron_nsp.steps.replay import PlanRecorder, PlanReplay
-from megatron_nsp.steps.sampler import Batch, BatchSampler
-from megatron_nsp.steps.step_planner import (
-    MarkSaved,
-    OrderNodes,
-    PlanBatch,
-    PlannedStep,
-    StepPlanner,
-    plan_carried_first,
-)
-
-REPLAY_PREFIX = "file:"
+from megatron_nsp.steps.replay import PlanRecorder
+from megatron_nsp.steps.step_planner import PlannedStep
 
 
-def check_policy(
-    config: NSPConfig, tree: SPTree, num_micro_batches: int, heads: tuple[int, int]
-) -> None:
-    """Checks that the policy exists and can plan a training run.
+@dataclass(frozen=True, eq=False)
+class StepSize:
+    """How large the steps of a run are.
 
-    Args:
-        config: the settings.
-        tree: the SP tree.
-        num_micro_batches: passes of a step.
-        heads: query and key/value heads on a tensor-parallel rank.
+    Attributes:
+        num_micro_batches: micro-batches of a step, fixed for the run.
+        max_length: longest sample to train on, in tokens.
+        row_multiple: buffers are filled to a multiple of this many rows.
+    """
+
+    num_micro_batches: int
+    max_length: int
+    row_multiple: int
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, num_ranks: int) -> "StepSize":
+        """Reads it off checked arguments whose batch sizes are set."""
+        max_length = longest_sample(args)
+        assert max_length is not None, "--seq-length is checked"
+        row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        return cls(int(args.global_batch_size) // num_ranks, max_length, row_multiple)
+
+
+@dataclass(frozen=True, eq=False)
+class JobDocuments:
+    """The documents of a run.
+
+    Attributes:
+        train: those to train on.
+        valid: those to evaluate on, if the run evaluates.
+    """
+
+    train: Documents
+    valid: Documents | None
+
+    @classmethod
+    def open(cls, args: argparse.Namespace) -> "JobDocuments":
+        """Opens what the flags name.
+
+        Raises:
+            ValueError: a data set does not exist or is damaged.
+        """
+        if args.train_data_path:
+            train = Documents(args.train_data_path, "--train-data-path")
+        else:
+            train = Documents(args.data_path, "--data-path")
+        valid = Documents(args.valid_data_path, "--valid-data-path") if args.eval_iters else None
+        return cls(train, valid)
+
+    def __iter__(self) -> Iterator[Documents]:
+        """All that are open."""
+        yield self.train
+        if self.valid is not None:
+            yield self.valid
+
+
+def use_own_gpu(args: argparse.Namespace) -> None:
+    """Makes the GPU of this rank the current one, as Megatron does later.
+
+    What asks a GPU for something before would open the first one from every rank of a host.
 
     Raises:
-        ValueError: it does not or cannot, or its recorded plans are for another job.
+        ValueError: the host has no GPU for this rank.
     """
-    if config.policy.startswith(REPLAY_PREFIX):
-        path = config.policy.removeprefix(REPLAY_PREFIX)
-        if config.record_plans and os.path.realpath(config.record_plans) == os.path.realpath(path):
-            raise ValueError(f"{flag('record_plans')} {path} would overwrite the plans it replays")
-        PlanReplay(path, tree, num_micro_batches, config.token_budget, heads)
+    count = torch.cuda.device_count()
+    if not count:  # a job that only checks its flags
         return
-    names = policy_names(tree, MEGATRON_POLICIES)
-    if config.policy not in names:
+    if args.local_rank >= count:
         raise ValueError(
-            f"{flag('policy')} must be file:PATH or one of {', '.join(names)}, got {config.policy}"
+            f"local rank {args.local_rank} has no GPU: this host has {count}, one for each rank"
         )
+    torch.cuda.set_device(args.local_rank)
+
+
+def check_kernels(args: argparse.Namespace, config: NSPConfig) -> None:
+    """Checks that what runs attention is installed, runs on this rank's device and does enough.
+
+    Raises:
+        ValueError: it does not; one line that names the flag.
+    """
+    device = torch.device("cpu" if config.cpu else "cuda")
+    kernel = choose_kernel(config.kernel, device)
+    choose_native(config.backend, device)
+    check_kernel(args, kernel)
+
+
+def open_profile(config: NSPConfig) -> Profile:
+    """The planner's cost profile.
+
+    Raises:
+        ValueError: there is none of that name, or the file is no profile.
+    """
     try:
-        check_can_train(config.policy)
+        return load_profile(config.profile or ("cpu-gloo" if config.cpu else "h100-ib"))
     except ValueError as error:
-        raise ValueError(f"{flag('policy')}: {error}") from error
+        raise ValueError(f"{flag('profile')}: {error}") from error
 
 
-def _save_nothing(plan: Plan) -> SavedSamples:
-    return NOTHING_SAVED
+def open_recorder(config: NSPConfig) -> PlanRecorder | None:
+    """Where this rank records plans: rank 0 alone does.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    is_recorder = os.environ.get("RANK", "0") == "0"
+    return PlanRecorder(config.record_plans) if config.record_plans and is_recorder else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,23 +139,17 @@ class Job:
         args: Megatron's arguments; those Megatron derives are there once it validated them.
         config: our settings.
         tree: the SP tree of every domain.
-        num_micro_batches: passes of a step, fixed for the run.
-        max_length: longest sample to train on, in tokens.
-        row_multiple: buffers are filled to a multiple of this many rows.
-        documents: the training documents.
-        valid_documents: the evaluation documents, if the run evaluates.
+        size: how large its steps are.
+        documents: what it trains and evaluates on.
         profile: the planner's cost profile.
-        recorder: where rank 0 records plans, if anywhere.
+        recorder: where this rank records plans, if anywhere.
     """
 
     args: argparse.Namespace
     config: NSPConfig
     tree: SPTree
-    num_micro_batches: int
-    max_length: int
-    row_multiple: int
-    documents: Documents
-    valid_documents: Documents | None
+    size: StepSize
+    documents: JobDocuments
     profile: Profile
     recorder: PlanRecorder | None
 
@@ -110,164 +157,30 @@ class Job:
     def from_args(cls, args: argparse.Namespace, config: NSPConfig) -> "Job":
         """Checks everything and opens the data.
 
+        Sets the arguments that others decide: layers of a hybrid model, batch sizes.
+
         Raises:
             ValueError: a flag cannot be used; one line that names it.
         """
         config.validate()
-        check_ranges(args, validate.RANGES)
-        profile = load_profile(config.profile or ("cpu-gloo" if config.cpu else "h100-ib"))
+        if not config.cpu:
+            use_own_gpu(args)
+        set_hybrid_layers(args)
+        check_arguments(args)
+        set_batch_sizes(args)
+        profile = open_profile(config)
         tree = validate.job_tree(args, config, profile)
         validate.check_input_layout(config, tree.num_ranks)
-        num_micro_batches = validate.check_loop(args, tree.num_ranks)
-        validate.check_attention(args)
-        validate.check_moe(args)
-        if args.seq_length is None and config.max_length is None:
-            raise ValueError("--seq-length is required: the longest sample to train on, in tokens")
-        max_length = config.max_length or args.seq_length
-        validate.check_positions(args, max_length)
+        size = StepSize.from_args(args, tree.num_ranks)
 
-        heads = validate.heads_per_rank(args)
-        is_chunked = tree.max_degree > 1 and (
-            config.backend not in ("auto", "ulysses") or not is_admissible(tree.max_degree, *heads)
-        )
-
-        def open_documents(data_flag: str, prefixes: Sequence[str] | None) -> Documents:
-            documents = Documents(prefixes or (), data_flag)
-            validate.check_lengths(
-                config, documents, max_length, tree, data_flag, is_chunked=is_chunked
-            )
-            return documents
-
-        if args.train_data_path:
-            documents = open_documents("--train-data-path", args.train_data_path)
-        else:
-            documents = open_documents("--data-path", args.data_path)
-        valid_documents = None
-        if args.eval_iters:
-            valid_documents = open_documents("--valid-data-path", args.valid_data_path)
-        check_policy(config, tree, num_micro_batches, heads)
-        device = torch.device("cpu" if config.cpu else "cuda")
-        kernel = choose_kernel(config.kernel, device)
-        validate.check_native(args, config)
-        choose_native(config.backend, device)
-        validate.check_sinks(args, kernel)
-        validate.check_saving(args, config, kernel)
-        is_recorder = os.environ.get("RANK", "0") == "0"
-        return cls(
-            args=args,
-            config=config,
-            tree=tree,
-            num_micro_batches=num_micro_batches,
-            max_length=max_length,
-            row_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-            documents=documents,
-            valid_documents=valid_documents,
-            profile=profile,
-            recorder=(
-                PlanRecorder(config.record_plans) if config.record_plans and is_recorder else None
-            ),
-        )
-
-    def train_planner(self, first_step: int) -> tuple[StepPlanner, Documents]:
-        """The planner of the training steps from `first_step` on, and its documents."""
-        if first_step and os.environ.get("RANK", "0") == "0":
-            print(f"nsp: going over the {first_step} steps before this run again", flush=True)
-        planner = self._planner(self.documents, self._plan_batch(), first_step, self._mark_saved)
-        return planner, self.documents
-
-    def valid_planner(self) -> tuple[StepPlanner, Documents]:
-        """The planner of the evaluation steps, and its documents."""
-        documents = self.valid_documents
-        assert documents is not None, "no --valid-data-path was opened"
-        return self._planner(documents, self._search_plans(), 0, _save_nothing), documents
-
-    def _planner(
-        self, documents: Documents, plan_batch: PlanBatch, first_step: int, mark: MarkSaved
-    ) -> StepPlanner:
-        sampler = BatchSampler(
-            documents.lengths, self.config.batch_tokens, self.max_length, self.args.seed
-        )
-        can_carry = self.config.token_budget is not None or self._is_replay
-        return StepPlanner(
-            sampler,
-            plan_batch,
-            self.config.plan_ahead,
-            can_carry,
-            first_step,
-            mark,
-            self._order_nodes(),
-        )
-
-    def _order_nodes(self) -> OrderNodes:
-        if not self.config.overlap:
-            return lambda plan: ALL_ROOT_FIRST
-        cost = self._cost()
-        return lambda plan: choose_orders(plan, cost)
-
-    @property
-    def _is_replay(self) -> bool:
-        return self.config.policy.startswith(REPLAY_PREFIX)
-
-    @cached_property
-    def _shape(self) -> ModelShape:
-        return model_shape(self.args, torch.empty(0, dtype=self.args.params_dtype).element_size())
-
-    def _cost(self) -> CostModel:
-        cost = CostModel(
-            self.profile,
-            self._shape,
-            self.tree,
-            self.config.backend,
-            recompute=recomputed(self.args),
-            recompute_share=recompute_share(self.args),
-            overlap=self.config.overlap,
-        )
-        if not self._save_bytes:
-            return cost
-        return aware_of_saving(cost, self._save_bytes, kept_by(self.args, self._shape))
-
-    @property
-    def _save_bytes(self) -> float:
-        return self.config.save_budget_gb * 1e9
-
-    @property
-    def _mark_saved(self) -> MarkSaved:
-        if not self._save_bytes:
-            return _save_nothing
-        output = kept_by(self.args, self._shape)
-        return lambda plan: mark_saved(plan, output, self._save_bytes)
-
-    def _plan_batch(self) -> PlanBatch:
-        if not self._is_replay:
-            return self._search_plans()
-        path = self.config.policy.removeprefix(REPLAY_PREFIX)
-        replay = PlanReplay(path, self.tree, self.num_micro_batches, self.config.token_budget)
-        cost = self._cost()
-
-        def replay_batch(batch: Batch) -> tuple[Plan, PlanScore]:
-            plan = replay.plan(batch.lengths)
-            return plan, cost.score(plan)
-
-        return replay_batch
-
-    def _search_plans(self) -> PlanBatch:
-        cost, config = self._cost(), self.config
-        policy = "auto" if self._is_replay else config.policy
-
-        def search_lengths(lengths: IntArray) -> tuple[Plan, PlanScore]:
-            result = plan_batch(
-                lengths,
-                self.tree,
-                cost,
-                token_budget=config.token_budget,
-                num_micro_batches=self.num_micro_batches,
-                policy=policy,
-                compares_all=False,
-                more_policies=MEGATRON_POLICIES,
-            )
-            return result.plan, result.score
-
-        return lambda batch: plan_carried_first(batch, search_lengths)
+        heads = heads_per_rank(args)
+        documents = JobDocuments.open(args)
+        is_chunked = validate.is_always_chunked(config, tree, heads)
+        for opened in documents:
+            validate.check_lengths(config, opened, size.max_length, tree, is_chunked)
+        check_policy(config, tree, size.num_micro_batches, heads)
+        check_kernels(args, config)
+        return cls(args, config, tree, size, documents, profile, open_recorder(config))
 
     def describe(self, groups: NestedGroups, kernel_name: str) -> str:
         """One line on how the job runs."""
@@ -277,8 +190,8 @@ class Job:
             f"{groups.num_groups} of {groups.num_creations} groups on this rank, kernel "
             f"{kernel_name}, profile {self.profile.name}{estimate}, policy {self.config.policy}, "
             f"backend {self.config.backend}, input layout {self.config.input_layout}, "
-            f"{self.num_micro_batches} passes a step of {self.config.batch_tokens} tokens, longest "
-            f"sample {self.max_length} tokens"
+            f"{self.size.num_micro_batches} micro-batches a step of {self.config.batch_tokens} "
+            f"tokens, longest sample {self.size.max_length} tokens"
         )
 
     def log_step(self, step: PlannedStep, before: ExposedStep | None) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron_nsp.mcore import parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
 from megatron_nsp.mcore.connections import describe_connections
-from megatron_nsp.mcore.cpu.args import check_cpu_args, set_cpu_defaults
+from megatron_nsp.mcore.cpu.args import set_cpu_defaults
 from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.fixes import at_start
@@ -34,12 +35,13 @@ from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.planning import JobPlanning
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.step_log import ExposedStep
 from megatron_nsp.runtime.attention import AttentionRuntime
 from megatron_nsp.runtime.executor import NodeError, build_queue
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
-from megatron_nsp.steps.step_planner import PlannedStep
+from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner
 
 REFUSAL_WAIT_S = 10.0
 """How long a rank that refuses lets rank 0 speak first."""
@@ -66,12 +68,10 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
         ValueError: a flag cannot be used; one line that names it.
     """
     raw = parse_args(add_args)
-    if raw.nsp_cpu:
-        check_cpu_args(raw)
     job = Job.from_args(raw, config_from_args(raw))
     defaults = {
         "micro_batch_size": 1,
-        "global_batch_size": job.tree.num_ranks * job.num_micro_batches,
+        "global_batch_size": job.tree.num_ranks * job.size.num_micro_batches,
         "dataloader_type": "external",
     }
     try:
@@ -128,8 +128,6 @@ class Trainer:
         Raises:
             ValueError: a flag cannot be used; one line that names it.
         """
-        if args.nsp_cpu:
-            check_cpu_args(args)
         if args.dataloader_type == "single":
             args.dataloader_type = None  # Megatron's validation filled in its default
         job = Job.from_args(args, config_from_args(args))
@@ -143,15 +141,18 @@ class Trainer:
     ) -> tuple[PlannedDocuments, PlannedDocuments | None, None]:
         """A dataset provider for a patched tree, whose loader asks the datasets for iterators."""
         self._open_runtime()
-        train = PlannedDocuments(
-            lambda: self._iterator(self.job.train_planner(self.args.iteration), self._start_step)
-        )
-        valid = None
-        if self.args.eval_iters:
-            valid = PlannedDocuments(
-                lambda: self._iterator(self.job.valid_planner(), self._start_valid_step)
-            )
-        return train, valid, None
+        planning, documents = JobPlanning.of(self.job), self.job.documents
+
+        def open_train() -> NestedDataIterator:
+            planner = planning.train_planner(self.args.iteration)
+            return self._iterator(planner, documents.train, self._start_step)
+
+        def open_valid() -> NestedDataIterator:
+            assert documents.valid is not None, "opened where the run evaluates"
+            return self._iterator(planning.valid_planner(), documents.valid, self._start_valid_step)
+
+        valid = PlannedDocuments(open_valid) if self.args.eval_iters else None
+        return PlannedDocuments(open_train), valid, None
 
     datasets.is_distributed = True  # type: ignore[attr-defined]
 
@@ -177,13 +178,14 @@ class Trainer:
                 value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
                 print(*describe_connections(value, self.job.config.overlap), sep="\n", flush=True)
 
-    def _iterator(self, planned: Any, on_step: Any) -> NestedDataIterator:
-        planner, documents = planned
+    def _iterator(
+        self, planner: StepPlanner, documents: Documents, on_step: Callable[[PlannedStep], None]
+    ) -> NestedDataIterator:
         iterator = NestedDataIterator(
             planner,
             self._reader(documents),
             parallel_state.get_nested_groups().rank,
-            self.job.row_multiple,
+            self.job.size.row_multiple,
             self.job.config.overlap,
             on_step,
         )
@@ -195,7 +197,7 @@ class Trainer:
         if degree is None:
             return PlanReader(documents)
         group = mpu.get_data_parallel_group()
-        return StaticReader(documents, degree, self.job.row_multiple, group)
+        return StaticReader(documents, degree, self.job.size.row_multiple, group)
 
     def _start_step(self, step: PlannedStep) -> None:
         self._end_step()

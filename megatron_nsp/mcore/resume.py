@@ -15,7 +15,8 @@ import torch
 from megatron.training import checkpointing
 
 from megatron_nsp.mcore.job import Job
-from megatron_nsp.mcore.model import model_shape, recomputed, recomputed_layers
+from megatron_nsp.mcore.layers import recomputed, recomputed_layers
+from megatron_nsp.mcore.model import model_shape
 
 _FIELD = "nsp_draw"
 
@@ -30,12 +31,12 @@ def _digest(data: bytes) -> str:
 
 def draw_settings(job: Job) -> dict[str, Any]:
     """Everything that decides which documents a step trains on, by the flag that sets it."""
-    lengths = _digest(job.documents.lengths.astype("<i8").tobytes())
+    lengths = _digest(job.documents.train.lengths.astype("<i8").tobytes())
     settings = {
         "--seed": job.args.seed,
         "--nsp-batch-tokens": job.config.batch_tokens,
-        "--nsp-max-length": job.max_length,
-        "--data-path": f"{len(job.documents.lengths)} documents, lengths {lengths}",
+        "--nsp-max-length": job.size.max_length,
+        "--data-path": f"{len(job.documents.train.lengths)} documents, lengths {lengths}",
         "--nsp-token-budget": job.config.token_budget,
     }
     if job.config.token_budget is not None:  # what is carried over then depends on the plan

@@ -35,8 +35,8 @@ def layer_window(config: Any, layer_number: int) -> int | None:
     """Most tokens before itself that a token sees in a layer; None = all of them.
 
     Args:
-        config: Megatron's transformer configuration, or its arguments; `validate.check_window`
-            checked the window.
+        config: Megatron's transformer configuration, or its arguments, whose window is
+            checked (`refusals.py`).
         layer_number: number of the layer in the whole model, from 1.
     """
     window, skip = config.window_size, config.window_attn_skip_freq

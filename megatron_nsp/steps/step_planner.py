@@ -23,6 +23,7 @@ PlanLengths = Callable[[IntArray], tuple[Plan, PlanScore]]
 PlanBatch = Callable[[Batch], tuple[Plan, PlanScore]]
 MarkSaved = Callable[[Plan], SavedSamples]
 OrderNodes = Callable[[Plan], NodeOrders]
+CarriedOf = Callable[[Batch], IntArray]
 
 
 def plan_carried_first(batch: Batch, plan_lengths: PlanLengths) -> tuple[Plan, PlanScore]:
@@ -102,7 +103,8 @@ class StepPlanner:
         sampler: draws the batches.
         plan_batch: plans a batch; a pure function.
         plan_ahead: steps kept planned ahead; 0 plans in the caller's thread.
-        can_carry: whether a plan may carry samples over; without it skipped steps are not planned.
+        carried_of: samples of a batch that its plan carries over, asked for steps that are skipped;
+            without it plans carry nothing, and skipped steps are not planned.
         first_step: steps to skip, for a run that resumes.
         mark_saved: marks what a plan saves; a pure function.
         order_nodes: chooses the order of nodes; a pure function. Root first without it.
@@ -113,7 +115,7 @@ class StepPlanner:
         sampler: BatchSampler,
         plan_batch: PlanBatch,
         plan_ahead: int,
-        can_carry: bool,
+        carried_of: CarriedOf | None = None,
         first_step: int = 0,
         mark_saved: MarkSaved = lambda plan: NOTHING_SAVED,
         order_nodes: OrderNodes = lambda plan: ALL_ROOT_FIRST,
@@ -127,8 +129,8 @@ class StepPlanner:
         self._thread = ThreadPoolExecutor(1, "nsp-planner") if plan_ahead else None
         for _ in range(first_step):
             batch = self._sampler.draw()
-            if can_carry:
-                self._sampler.carry(batch.documents[self._plan_batch(batch)[0].carried])
+            if carried_of is not None:
+                self._sampler.carry(batch.documents[carried_of(batch)])
             self._number += 1
 
     def next_step(self) -> PlannedStep:

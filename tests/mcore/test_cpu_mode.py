@@ -151,7 +151,7 @@ def test_one_rank_two_ranks_and_a_resumed_job_agree(tmp_path: Path) -> None:
 
 def main() -> None:
     """One rank of a job."""
-    from megatron_nsp.mcore.cpu.args import check_cpu_args, set_cpu_defaults
+    from megatron_nsp.mcore.cpu.args import set_cpu_defaults
     from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode()
@@ -201,7 +201,6 @@ def main() -> None:
     megatron_log, training.training_log = training.training_log, log
     at_start.apply()
     args = parse_and_validate_args(lambda parser: set_cpu_defaults(parser) or parser)
-    check_cpu_args(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, provide, ModelType.encoder_or_decoder, forward_step)
     torch.distributed.destroy_process_group()

@@ -1,21 +1,19 @@
-"""Flags that cannot be used: one clear line, before any process group or Megatron assert."""
+"""What else cannot be used, beside `refusals.py`: one clear line, before any process group."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from megatron.training.global_vars import unset_global_variables
+import torch
 
-from megatron_nsp.mcore.model import model_config
-from megatron_nsp.mcore.pretrain import parse_job
 from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.tree import Node, SPTree
 from tests.data_maker import write_documents
-from tests.mcore.help_texts import read_help_texts_once
+from tests.mcore.command_line import parse
 from tests.mcore.launch import MODEL, ROOT, command, environment
+
+pytestmark = pytest.mark.usefixtures("help_texts")
 
 BAD = {
     "--nsp-max-degree 4": "--nsp-max-degree: degree 4 does not divide the 6 ranks",
@@ -24,14 +22,11 @@ BAD = {
     "--nsp-degrees 1,3 --nsp-backend ulysses": "--nsp-degrees: degree 3 cannot split 8 query and 2"
     " key/value heads evenly, as --nsp-backend ulysses must",
     "--nsp-backend te-p2p": "--nsp-backend te-p2p runs on cuda tensors, this job's device is cpu",
-    "--nsp-backend te-p2p --window-size 4,0": "te-p2p has no sliding window: --window-size",
-    "--nsp-backend te-a2a --softmax-type learnable": "te-a2a serves no attention sinks",
     "--nsp-degrees 1,3 --nsp-backend te-a2a": "degree 3 cannot split .*as --nsp-backend te-a2a",
     "--nsp-backend rings": "--nsp-backend must be one of auto, ulysses, ring, usp, gather, te-p",
     "--nsp-backend ring --nsp-profile flexsp-gpt-7b-a100": "--nsp-backend must be auto or ulysses "
     "with --nsp-profile flexsp-gpt-7b-a100",
     "--nsp-degrees 1,2 --nsp-max-degree 2": "--nsp-max-degree 2 must not be given",
-    "--context-parallel-size 2": "--context-parallel-size must be 1",
     "--nsp-token-budget 100": "--nsp-token-budget 100 is too small: the longest sample of --data-pa"
     "th, 512 tokens, puts 256 on a rank at the largest degree 2",
     "--nsp-token-budget 0": "--nsp-token-budget must be 1 to 2147483647, got 0",
@@ -40,10 +35,6 @@ BAD = {
     "--nsp-token-budget 3000000000": "--nsp-token-budget must be 1 to 2147483647, got 3",
     "--nsp-save-budget-gb -1": "--nsp-save-budget-gb must be at least 0, got -1.0",
     "--nsp-save-budget-gb nan": "--nsp-save-budget-gb must be at least 0, got nan",
-    "--nsp-save-budget-gb 2": "--nsp-save-budget-gb 2 would do nothing: attention is not recompute",
-    "--nsp-save-budget-gb 2 --recompute-granularity selective --recompute-modules mlp": "2 would "
-    "do nothing: attention is not recomputed; it needs --recompute-granularity full, or selective",
-    "--nsp-save-budget-gb inf --recompute-granularity full --recompute-method block": "would do no",
     "--nsp-plan-ahead -1": "--nsp-plan-ahead must be at least 0, got -1",
     "--nsp-over-long drop": "--nsp-over-long must be one of filter, error, got drop",
     "--nsp-max-length 400 --nsp-over-long error": "512 tokens, over --nsp-max-length 400; 1 of",
@@ -58,63 +49,9 @@ BAD = {
     "--nsp-kernel cuda-varlen": "--nsp-kernel cuda-varlen runs on cuda tensors",
     "--nsp-kernel flash-attn-3": "--nsp-kernel flash-attn-3 runs on cuda tensors",
     "--nsp-kernel te-module": "--nsp-kernel te-module runs on cuda tensors",
-    "--nsp-profile nowhere": "nowhere",
-    "--num-experts 4 --moe-aux-loss-coeff 0.01": "--moe-aux-loss-coeff must be 0, got",
-    "--num-experts 4 --moe-router-load-balancing-type sinkhorn": "sinkhorn cannot be used",
-    "--num-experts 4 --moe-router-enable-expert-bias": "--moe-router-enable-expert-bias cannot be",
-    "--num-experts 4 --moe-input-jitter-eps 0.1": "--moe-input-jitter-eps 0.1 cannot be used",
+    "--nsp-profile nowhere": "--nsp-profile: no profile nowhere: neither a file of text nor one of",
     "--nsp-record-plans /no/such/plans": "--nsp-record-plans /no/such/plans: there is no folder",
-    "--num-experts 4 --moe-expert-capacity-factor 1.0": "--moe-expert-capacity-factor must not be",
-    "--num-experts 4 --moe-token-dispatcher-type allgather": "must be alltoall or flex, got",
-    "--micro-batch-size 2": "--micro-batch-size must be 1, got 2",
-    "--global-batch-size 7": "--global-batch-size 7 is no multiple of the 6 data-parallel ranks",
-    "--attention-dropout 0.1": "--attention-dropout must be 0, got 0.1",
-    "--tensor-model-parallel-size 4": "--tensor-model-parallel-size 4 .* does not divide the 6",
-    "--num-query-groups 3": "--num-attention-heads 8 is no multiple of --num-query-groups 3",
-    "--eval-iters 2": "--eval-iters 2 needs --valid-data-path",
-    "--position-embedding-type mrope": "--position-embedding-type must be rope",
-    "--multi-latent-attention --tensor-model-parallel-size 2": "--multi-latent-attention with --te"
-    "nsor-model-parallel-size 2 needs --transformer-impl transformer_engine and --sequence-",
-    "--position-embedding-type relative": "must be rope, yarn, learned_absolute or none, got rela",
-    "--window-size 8,8": "--window-size must be LEFT,0 .* got 8,8: attention is causal",
-    "--window-size=-2,0": "--window-size must be LEFT,0 with LEFT at least 0, or -1 .* got -2,0",
-    "--window-size 8": "--window-size must be LEFT,0 .* got 8: attention is causal",
-    "--window-size 8,0 --window-attn-skip-freq 0": "--window-attn-skip-freq must be at least 1, go",
-    "--window-size 8,0 --window-attn-skip-freq [1,0,1]": "freq lists 3 layers, --num-layers is 2",
-    "--hybrid-layer-pattern M*-": r"pattern M\*-: M cannot be used: only attention",
-    "--hybrid-layer-pattern *-GD/**": "pattern .*: /DG cannot be used: only attention",
-    "--hybrid-layer-pattern=-E": r"--hybrid-layer-pattern -E holds no attention layer, \* or \+",
-    "--hybrid-layer-pattern *-|*-": "marks 2 stages, --pipeline-model-parallel-size is 1",
-    "--hybrid-override-pattern *-": "--hybrid-override-pattern is deprecated: give --hybrid-layer",
-    "--hybrid-layer-pattern *-": "--hybrid-layer-pattern needs Transformer Engine, which is not",
-    "--spec nowhere SPEC": "--spec nowhere SPEC cannot be imported",
-    "--attention-backend local": "--attention-backend local would take nested attention out of",
-    "--tensor-model-parallel-size 2 --sequence-parallel": "--sequence-parallel needs --transformer"
-    "-impl transformer_engine, which CPU ranks do not run, or a --spec",
-    "--num-experts 4 --tensor-model-parallel-size 2": "--tensor-model-parallel-size 2 with experts"
-    " needs --sequence-parallel",
-    "--check-for-spiky-loss": "--check-for-spiky-loss cannot be used: ranks and steps hold diff",
-    "--use-megatron-fsdp --save x": "--use-megatron-fsdp with --swiglu and --save needs --bf16 or",
-    "--qk-clip": "--qk-clip is not supported: it needs the largest attention score",
-    "--enable-cuda-graph": "--enable-cuda-graph cannot be used: boundaries change every step",
-    "--num-layers-per-virtual-pipeline-stage 1": "virtual-pipeline-stage is not supported yet",
-    "--mtp-num-layers 1": "--mtp-num-layers is not supported yet, got 1",
-    "--num-experts 4 --sequence-parallel --pipeline-model-parallel-size 2": "later stages would",
-    "--eval-iters 2 --valid-data-path x": "--eval-iters 2 needs .* and --train-data-path in place",
-    "--num-attention-heads 0": "--num-attention-heads must be at least 1, got 0",
-    "--num-query-groups 0": "--num-query-groups must be at least 1, got 0",
-    "--tensor-model-parallel-size 0": "--tensor-model-parallel-size must be at least 1, got 0",
-    "--pipeline-model-parallel-size -2": "pipeline-model-parallel-size must be at least 1, got -2",
-    "--global-batch-size 0": "--global-batch-size must be at least 1, got 0",
-    "--seed 0": "--seed must be at least 1, got 0",
     "--max-position-embeddings 100": "512|seq_length|max_position_embeddings",
-    "--position-embedding-type learned_absolute --nsp-max-length 1024": "--max-position-embedding"
-    "s 512 does not reach the longest sample of 1024 tokens",
-    "--split 99,1,0": "--split 99,1,0 cannot be used",
-    "--test-data-path x": "--test-data-path .* cannot be used",
-    "--mock-data": "--mock-data cannot be used",
-    "--train-samples 100": "--train-samples 100 cannot be used",
-    "--dataloader-type cyclic": "--dataloader-type must be external, got cyclic",
 }
 
 
@@ -139,24 +76,6 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "docs"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def help_texts() -> Iterator[None]:
-    """Every test makes two parsers."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        read_help_texts_once(monkeypatch)
-        yield
-
-
-def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    """Parses a command line of a six-rank job."""
-    monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", *flags])
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    monkeypatch.setenv("RANK", "0")
-    unset_global_variables()  # left behind by flags that were refused after Megatron's validation
-    args, _ = parse_job()
-    model_config(args)
-
-
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags_give_one_line(monkeypatch: pytest.MonkeyPatch, prefix: Path, flags: str) -> None:
     with pytest.raises(ValueError, match=BAD[flags]) as caught:
@@ -175,23 +94,41 @@ def test_a_missing_kernel_package_gives_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "te", "flash-attn-2"])
-def test_kernels_for_gpus_need_16_bits(
-    monkeypatch: pytest.MonkeyPatch, prefix: Path, kernel: str
+def test_no_gpu_is_asked_for_anything_before_the_rank_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path
 ) -> None:
-    flags = [flag for flag in MODEL if flag != "--nsp-cpu"]
-    flags += ["--data-path", str(prefix), "--nsp-kernel", kernel]
-    with pytest.raises(ValueError, match=f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16"):
+    """Rank 5 of 6 on a host whose GPUs are all too old: it looks at its own before it says so."""
+    asked: list[tuple[str, object]] = []
+
+    def watch(name: str, answer: object) -> None:
+        def watched(*device: object) -> object:
+            asked.append((name, *device))
+            return answer
+
+        monkeypatch.setattr(torch.cuda, name, watched)
+
+    for name in (
+        "current_device",
+        "get_device_name",
+        "get_device_properties",
+        "init",
+        "_lazy_init",
+    ):
+        watch(name, None)
+    watch("get_device_capability", (7, 5))
+    watch("set_device", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    flags = [*(flag for flag in MODEL if flag != "--nsp-cpu"), "--bf16", "--data-path", str(prefix)]
+    flags += ["--nsp-kernel", "cuda-varlen"]
+    with pytest.raises(ValueError, match=r"runs on GPUs of compute capability from 8\.0, this one"):
         parse(monkeypatch, flags)
-
-
-def test_sinks_on_a_kernel_without_lse(monkeypatch: pytest.MonkeyPatch, prefix: Path) -> None:
-    """No such kernel runs on CPU: Transformer Engine's module stands in."""
-    kernel = SimpleNamespace(name="te-module", returns_lse=False)
-    monkeypatch.setattr("megatron_nsp.mcore.job.choose_kernel", lambda *_: kernel)
-    flags = [*MODEL, "--data-path", str(prefix), "--softmax-type", "learnable"]
-    message = "--nsp-kernel te-module gives no LSE, which --softmax-type learnable needs"
-    with pytest.raises(ValueError, match=message):
+    assert asked == [("set_device", 5), ("get_device_capability", torch.device("cuda"))]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(
+        ValueError, match="local rank 5 has no GPU: this host has 4, one for each ra"
+    ):
         parse(monkeypatch, flags)
 
 
@@ -270,30 +207,20 @@ def test_a_plan_that_runs_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, pr
         parse(monkeypatch, [*MODEL, "--data-path", str(prefix), "--nsp-policy", f"file:{plans}"])
 
 
-def test_missing_per_token_loss(monkeypatch: pytest.MonkeyPatch, prefix: Path) -> None:
-    flags = [flag for flag in MODEL if flag != "--calculate-per-token-loss"]
-    with pytest.raises(ValueError, match="--calculate-per-token-loss is required"):
-        parse(monkeypatch, [*flags, "--data-path", str(prefix)])
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("empty", "docs|empty holds no document to train on: 0 tokens"),
         ("long", "--data-path holds no document to train on: 2 documents, none with 1 to 512"),
         ("nowhere", "there is no file .*nowhere.bin"),
-        ("0.3", "prefixes without weights, got 0.3"),
         ("broken", "broken.idx is not the index of a Megatron IndexedDataset"),
         ("short", "short.bin is cut short: 100 bytes, 524 expected"),
         ("outside", "documents of .*outside.idx reach outside its 3 sequences"),
     ],
 )
 def test_bad_data(monkeypatch: pytest.MonkeyPatch, prefix: Path, name: str, message: str) -> None:
-    path = name if name == "0.3" else str(prefix.parent / name)
     with pytest.raises(ValueError, match=message):
-        parse(monkeypatch, [*MODEL, "--data-path", path])
-    with pytest.raises(ValueError, match="--data-path is required"):
-        parse(monkeypatch, MODEL)
+        parse(monkeypatch, [*MODEL, "--data-path", str(prefix.parent / name)])
 
 
 @pytest.mark.parametrize("text", [None, "no json", "[1]", "{}", '{"block_configs": [3]}'])

@@ -1,5 +1,6 @@
 """The small parts at the border to Megatron, each by itself."""
 
+import json
 import math
 import subprocess
 import sys
@@ -193,6 +194,9 @@ def model_args(**fields: object) -> SimpleNamespace:
     flags |= {"untie_embeddings_and_output_weights": True, "window_size": None}
     flags |= {"hybrid_layer_pattern": None, "pipeline_model_parallel_size": 1}
     flags |= {"moe_shared_expert_intermediate_size": None, "moe_ffn_hidden_size": None}
+    flags |= {"moe_layer_freq": 1, "decoder_first_pipeline_num_layers": None}
+    flags |= {"decoder_last_pipeline_num_layers": None}
+    flags |= {"heterogeneous_layers_config_encoded_json": None}
     return SimpleNamespace(**{**sizes, **flags, "window_attn_skip_freq": None, **fields})
 
 
@@ -224,10 +228,77 @@ def test_the_planner_knows_the_layers_of_a_hybrid_model() -> None:
     sizes = {"ffn_hidden_size": 300, "moe_ffn_hidden_size": 60}
     args = model_args(**pattern, **sizes, window_size=(9, 0), window_attn_skip_freq=3)
     model = model_of(args)  # type: ignore[arg-type]
-    assert (model.num_layers, model.ffn_hidden, model.shared_width) == (4, 30, 300)
+    assert (model.num_layers, model.mlps, model.expert_layers) == (4, 4, 2)
     assert model.num_windowed_layers == 1  # layers 1, 3 and 6, of which 3 and 6 are skipped
-    dense = model_args(hybrid_layer_pattern="*-*---", num_layers=6, ffn_hidden_size=300)
-    assert model_of(dense).ffn_hidden == 600  # type: ignore[arg-type]
+    dense = model_of(model_args(hybrid_layer_pattern="*-*---", num_layers=6))  # type: ignore[arg-type]
+    assert (dense.num_layers, dense.mlps, dense.expert_layers) == (2, 4, 0)
+    parameters = 2 * dense.attention_parameters + 4 * 3 * 2048 * 10944
+    assert 2 * dense.shape().dense_flops_per_token == 2 * parameters
+
+
+@pytest.mark.parametrize(
+    ("frequency", "num_experts"),
+    [(1, 6), (2, 3), (3, 2), ([0, 1, 1, 1, 1, 1], 5), ([0] * 6, 0), ([1, 0, 0, 1, 0, 0], 2)],
+)
+def test_the_planner_counts_experts_in_the_layers_that_have_them(
+    frequency: int | list[int], num_experts: int
+) -> None:
+    """DeepSeek-V2-Lite's layers, of which Megatron's own count says how many have experts."""
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    sizes = {"num_experts": 64, "moe_router_topk": 6, "moe_ffn_hidden_size": 1408}
+    sizes |= {"moe_shared_expert_intermediate_size": 2816, "num_layers": 6}
+    model = model_of(model_args(**sizes, moe_layer_freq=frequency))  # type: ignore[arg-type]
+    assert MoEMetricsTracker._count_moe_layers(6, frequency, None) == num_experts
+    shape = model.shape(expert_parallel=2)
+    experts = num_experts * 3 * 2048 * 1408 * 6
+    others = (6 - num_experts) * 3 * 2048 * 10944 + num_experts * (3 * 2048 * 2816 + 64 * 2048)
+    others += 6 * model.attention_parameters
+    assert 6 * shape.expert_flops_per_token == pytest.approx(2 * experts, rel=1e-12)
+    assert 6 * shape.dense_flops_per_token == pytest.approx(2 * (experts + others), rel=1e-12)
+    exchanged = num_experts * 2 * 6 * 2048 * 2 / 2
+    assert 6 * shape.expert_bytes_per_token == pytest.approx(exchanged, rel=1e-12)
+
+
+def test_a_pipeline_is_as_slow_as_its_widest_stage() -> None:
+    """Dense layers on the first of three stages: it has less work than the others."""
+    sizes = {"num_experts": 64, "moe_router_topk": 6, "moe_ffn_hidden_size": 2048, "num_layers": 6}
+    sizes |= {"ffn_hidden_size": 100, "moe_layer_freq": [0, 0, 1, 1, 0, 1]}
+    model = model_of(model_args(**sizes, pipeline_model_parallel_size=3))  # type: ignore[arg-type]
+    assert (model.num_layers, model.mlps, model.expert_layers) == (6, 0, 6)
+    wide = model_args(**sizes | {"ffn_hidden_size": 99999}, pipeline_model_parallel_size=3)
+    assert model_of(wide).mlps == 6  # type: ignore[arg-type]
+
+
+def test_the_planner_knows_layers_that_differ() -> None:
+    """Attention and MLPs of their own widths, left out, or one matrix in their place."""
+    none, linear = {"no_op": True}, {"replace_with_linear": True}
+    layers = (({}, 1.0), (none, 3.25), (linear, linear), ({}, none))
+    blocks = [
+        {
+            "attention": {"n_heads_in_group": None, **attention},
+            "ffn": {"ffn_mult": mlp} if isinstance(mlp, float) else {"ffn_mult": None, **mlp},
+        }
+        for attention, mlp in layers
+    ]
+    encoded = json.dumps({"block_configs": blocks})
+    how = {
+        "num_layers": 4,
+        "hidden_size": 1536,
+        "heterogeneous_layers_config_encoded_json": encoded,
+    }
+    model = model_of(model_args(**how, window_size=(9, 0)))  # type: ignore[arg-type]
+    # An MLP has two thirds of ffn_mult times the width; a linear layer is one of its 3 matrices.
+    widths = 1024 + 3328 + 2 * 1536 // 3
+    parameters = 2 * model.attention_parameters + 3 * 1536 * widths
+    assert 2 * model.shape().dense_flops_per_token == 2 * parameters
+    assert (model.num_layers, model.mlps, model.num_windowed_layers) == (2, 3, 2)
+
+
+def test_uneven_stages_count_as_the_one_with_most_layers() -> None:
+    uneven = {"num_layers": 7, "pipeline_model_parallel_size": 2}
+    model = model_of(model_args(**uneven, decoder_first_pipeline_num_layers=3))  # type: ignore[arg-type]
+    assert (model.num_layers, model.shape(pipeline_parallel=2).num_layers) == (8, 4)
 
 
 def test_rotary_rows_are_megatrons_own_at_each_position() -> None:

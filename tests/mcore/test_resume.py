@@ -13,6 +13,8 @@ from megatron_nsp.mcore.resume import OtherDrawError, compare, draw_settings
 from tests.data_maker import write_documents
 from tests.mcore.launch import MODEL, MOE
 
+pytestmark = pytest.mark.usefixtures("help_texts")
+
 BUDGET = "--nsp-token-budget 400"
 WHOLE = "--recompute-granularity full --recompute-method"
 OTHER_PLANS = {

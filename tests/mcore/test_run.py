@@ -56,6 +56,12 @@ def test_resuming_on_other_data_is_refused_and_a_record_goes_on(
     load = ["--load", str(tmp_path / "checkpoint")]
     train(2, tmp_path / "second", *flags, *load)
     assert plans.read_text() == whole and whole.count("\n") == 4
+    # A resumed run that begins a file of its own; and one that replays it from the same step on.
+    later = tmp_path / "later.jsonl"
+    resumed = train(2, tmp_path / "later", *flags, *load, "--nsp-record-plans", str(later))
+    assert later.read_text().splitlines() == whole.splitlines()[2:]
+    again = [*flags[:-2], *load, "--nsp-policy", f"file:{later}"]
+    assert train(2, tmp_path / "again", *again).losses == resumed.losses
     write_documents(tmp_path / "other", LENGTHS[1:], seed=3)
     for change, message in (
         (["--seed", "9"], "made with --seed 7, this run has 9"),

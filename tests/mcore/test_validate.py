@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megatron_nsp.config import NSPConfig
-from megatron_nsp.mcore.check_layers import check_latent
 from megatron_nsp.mcore.validate import check_lengths
 from megatron_nsp.plan.tree import SPTree
 
@@ -14,9 +13,9 @@ TREE = SPTree(4, (1, 2, 4))
 
 
 def check(lengths: list[int], max_length: int = 1000, **settings: object) -> None:
-    documents = SimpleNamespace(lengths=np.array(lengths))
+    documents = SimpleNamespace(lengths=np.array(lengths), flag="--data-path")
     config = NSPConfig(**settings)  # type: ignore[arg-type]
-    check_lengths(config, documents, max_length, TREE)  # type: ignore[arg-type]
+    check_lengths(config, documents, max_length, TREE, is_chunked=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("longest", [97, 98, 99, 100])
@@ -43,10 +42,3 @@ def test_over_long_documents_are_refused_where_they_are_an_error() -> None:
     check([7, 100], max_length=100, over_long="error")
     with pytest.raises(ValueError, match=r"document 1 of .* has 101 tokens, over .* 100; 2 of 3"):
         check([7, 101, 102], max_length=100, over_long="error")
-
-
-def test_latent_attention_refuses_the_fused_rotation() -> None:
-    """CPU mode leaves it off, Megatron's default on GPUs is on."""
-    args = SimpleNamespace(multi_latent_attention=True, apply_rope_fusion=True)
-    with pytest.raises(ValueError, match="--multi-latent-attention needs --no-rope-fusion"):
-        check_latent(args)  # type: ignore[arg-type]

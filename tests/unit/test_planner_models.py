@@ -11,7 +11,7 @@ from megatron_nsp.cost.memory import (
     state_bytes,
     token_budget,
 )
-from megatron_nsp.cost.models import MODELS, known_model
+from megatron_nsp.cost.models import MODELS, Model, known_model
 
 PUBLISHED_BILLIONS = {
     "qwen3-30b-a3b": 30.5,
@@ -53,6 +53,47 @@ def test_a_token_goes_to_its_experts_and_back() -> None:
     assert shape.expert_bytes_per_token == 2 * 8 * 2048 * 2 * 7 / 8
     active = A3B.shape().dense_flops_per_token / 2
     assert active == 2 * 2048 * 36 * 128 + 3 * 2048 * 768 * 8 + 128 * 2048
+
+
+LITE = Model(
+    name="deepseek-v2-lite",
+    source="appendix B of DeepSeek-AI 2024 (arXiv 2405.04434): the first layer is dense",
+    num_layers=27,
+    hidden=2048,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=192,
+    value_dim=128,
+    projections=2048 * 16 * 192 + 2048 * (512 + 64) + 512 * 16 * 256 + 16 * 128 * 2048,
+    ffn_hidden=10944,
+    vocab_size=102400,
+    num_experts=64,
+    num_expert_layers=26,
+    expert_hidden=1408,
+    top_k=6,
+    shared_width=2 * 1408,
+)
+
+
+def test_dense_first_layers_have_no_experts() -> None:
+    """15.7 billion parameters, 2.4 of them active for a token, the output layer among them."""
+    assert LITE.num_parameters / 1e9 == pytest.approx(15.7, rel=0.005)
+    shape = LITE.shape(expert_parallel=4)
+    active = (27 * shape.dense_flops_per_token + shape.output_flops_per_token) / 2
+    assert active / 1e9 == pytest.approx(2.4, rel=0.03)
+    routed = 26 * 3 * 2048 * 1408 * 6
+    assert 27 * shape.expert_flops_per_token == pytest.approx(2 * routed, rel=1e-12)
+    beside = 3 * 2048 * 10944 + 26 * (3 * 2048 * 2816 + 64 * 2048) + 27 * LITE.attention_parameters
+    assert 27 * shape.dense_flops_per_token == pytest.approx(2 * (routed + beside), rel=1e-12)
+    assert 27 * shape.expert_bytes_per_token == pytest.approx(26 * 2 * 6 * 2048 * 2 * 3 / 4)
+
+
+def test_an_expert_model_with_dense_layers_alone_is_dense() -> None:
+    dense = dataclasses.replace(DENSE, num_experts=8, num_expert_layers=0, expert_hidden=99)
+    assert dense.shape() == DENSE.shape()
+    assert dense.num_parameters == DENSE.num_parameters
+    plan = MemoryPlan(8)
+    assert activation_bytes(dense, plan) == activation_bytes(DENSE, plan)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Pure tests of recorded plans: they come back as written, and those of another job are refused."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,63 @@ def test_a_run_from_the_start_replaces_a_file_and_nothing_is_touched_before(tmp_
     recorder = PlanRecorder(str(path))
     assert path.read_text() == "of another run\n"
     recorder.write(0, step(0))
-    assert path.read_text() == step(0).to_json() + "\n"
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line) == {"step": 0} | step(0).to_dict()
+
+
+def test_a_resumed_run_that_begins_a_file_replays_from_its_own_step_on(tmp_path: Path) -> None:
+    """Steps 2 to 4 in a new file: a run from step 2 or 3 finds them, one from 0 is refused."""
+    path = tmp_path / "plans"
+    assert [json.loads(line)["step"] for line in recorded(path, 2, 4)] == [2, 3, 4]
+    for resumed_at in (2, 3, 4):
+        replay = PlanReplay(str(path), TREE, 1, None)
+        for number in range(resumed_at):
+            assert replay.carried(step(number).lengths).tolist() == []
+        for number in range(resumed_at, 5):
+            assert replay.plan(step(number).lengths) == step(number)
+    with pytest.raises(ValueError, match=f"file:{path} holds plans 2 to 4, none of step 0"):
+        PlanReplay(str(path), TREE, 1, None).plan(step(0).lengths)
+
+
+def test_a_run_that_resumes_on_a_later_file_keeps_its_steps_before_that(tmp_path: Path) -> None:
+    path = tmp_path / "plans"
+    lines = recorded(path, 2, 4)
+    assert recorded(path, 3, 3) == lines[:2]
+    assert recorded(path, 1, 1) == recorded(tmp_path / "alone", 1, 1)
+
+
+def test_a_step_in_the_middle_that_is_missing_is_never_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "plans"
+    recorded(path, 0, 0)
+    recorded(path, 2, 2)  # of a run whose file was elsewhere in step 1
+    replay = PlanReplay(str(path), TREE, 1, None)
+    assert replay.plan(step(0).lengths) == step(0)
+    for next_step in (replay.plan, replay.carried):
+        with pytest.raises(ValueError, match="holds plans 0 to 2, none of step 1"):
+            next_step(step(1).lengths)
+
+
+def test_skipped_steps_carry_what_their_plans_carried(tmp_path: Path) -> None:
+    nodes = [TREE.node(1, 0), TREE.node(1, 1)]
+    carries = Plan.from_nodes(TREE, [5, 3], nodes, micro_batch=[0, CARRIED])
+    replay = PlanReplay(written(tmp_path / "plans", carries), TREE, 1, None)
+    assert replay.carried(carries.lengths).tolist() == [1]
+
+
+def test_lines_without_a_step_are_counted_and_stay_so_when_a_run_resumes(tmp_path: Path) -> None:
+    path = tmp_path / "plans"
+    written(path, step(0), step(1), step(2))
+    recorded(path, 2, 3)
+    replay = PlanReplay(str(path), TREE, 1, None)
+    assert [replay.plan(step(number).lengths) for number in range(4)] == list(map(step, range(4)))
+
+
+def test_lines_out_of_order_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plans"
+    lines = recorded(path, 0, 2)
+    path.write_text("\n".join((lines[0], lines[2], lines[1])) + "\n")
+    with pytest.raises(ValueError, match="line 3 is of step 1, the line before it of step 2"):
+        PlanReplay(str(path), TREE, 1, None)
 
 
 def test_a_missing_folder_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -112,7 +169,8 @@ def test_a_missing_or_damaged_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"file:{tmp_path}/none: there is no such file"):
         PlanReplay(f"{tmp_path}/none", TREE, 1, None)
     path = tmp_path / "plans"
-    for damaged in (step(0).to_json()[:-9], "{}", step(0).to_json().replace("12", "13")):
+    no_step = json.dumps({"step": "next"} | step(0).to_dict())
+    for damaged in (step(0).to_json()[:-9], "{}", step(0).to_json().replace("12", "13"), no_step):
         path.write_text(step(0).to_json() + "\n" + damaged + "\n")
         with pytest.raises(ValueError, match=f"file:{path}: line 2 is not a plan: "):
             PlanReplay(str(path), TREE, 1, None)

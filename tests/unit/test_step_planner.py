@@ -33,12 +33,16 @@ def plan_lengths(lengths: IntArray, budget: int | None = None) -> tuple[Plan, Pl
 
 def planner(budget: int | None, plan_ahead: int = 0, first_step: int = 0) -> StepPlanner:
     """A run of 300-token steps; a budget of 60 holds only 240."""
+
+    def plan(batch: Batch) -> tuple[Plan, PlanScore]:
+        return plan_carried_first(batch, lambda lengths: plan_lengths(lengths, budget))
+
     return StepPlanner(
         BatchSampler(LENGTHS, 300, 100, seed=1),
-        lambda batch: plan_carried_first(batch, lambda lengths: plan_lengths(lengths, budget)),
+        plan,
         plan_ahead,
-        can_carry=budget is not None,
-        first_step=first_step,
+        None if budget is None else lambda batch: plan(batch)[0].carried,
+        first_step,
     )
 
 
@@ -86,9 +90,7 @@ class WatchedPlanning:
     def __init__(self, plan_ahead: int) -> None:
         self.caller_is_busy, self.third_is_planned = threading.Event(), threading.Event()
         self.threads: list[int] = []
-        self.source = StepPlanner(
-            BatchSampler(LENGTHS, 300, 100, seed=1), self.plan, plan_ahead, can_carry=False
-        )
+        self.source = StepPlanner(BatchSampler(LENGTHS, 300, 100, seed=1), self.plan, plan_ahead)
 
     def plan(self, batch: Batch) -> tuple[Plan, PlanScore]:
         if self.threads:
@@ -133,7 +135,7 @@ def test_h2_marks_are_made_with_the_plan_and_are_part_of_the_digest() -> None:
     found = []
     for mark_saved in (mark, mark, lambda plan: SavedSamples()):
         sampler = BatchSampler(LENGTHS, 300, 100, seed=1)
-        source = StepPlanner(sampler, plan_batch_, 2, can_carry=False, mark_saved=mark_saved)
+        source = StepPlanner(sampler, plan_batch_, 2, mark_saved=mark_saved)
         found.append([source.next_step() for _ in range(3)])
         source.close()
     for one, other, bare in zip(*found, strict=True):
@@ -156,7 +158,6 @@ def test_orders_are_chosen_with_the_plan(plan_ahead: int) -> None:
         BatchSampler(LENGTHS, 300, 100, seed=1),
         lambda batch: plan_lengths(batch.lengths),
         plan_ahead,
-        can_carry=False,
         order_nodes=lambda plan: NodeOrders({(0, Pass.FWD, 0): (plan.num_samples, 0)}),
     )
     step = source.next_step()

@@ -1,0 +1,138 @@
+"""How the steps of a job are planned: at which cost, by which policy, and what plans keep."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from megatron_nsp.arrays import IntArray
+from megatron_nsp.config import NSPConfig
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.saving import aware_of_saving
+from megatron_nsp.cost.score import PlanScore
+from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
+from megatron_nsp.mcore.job import Job
+from megatron_nsp.mcore.layers import recompute_share, recomputed
+from megatron_nsp.mcore.model import kept_by, model_shape
+from megatron_nsp.mcore.policy import replayed_path
+from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders
+from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.saving import NOTHING_SAVED, KeptOutput, SavedSamples, mark_saved
+from megatron_nsp.planner import plan_batch
+from megatron_nsp.simulator.order_search import choose_orders
+from megatron_nsp.steps.replay import PlanReplay
+from megatron_nsp.steps.sampler import Batch, BatchSampler
+from megatron_nsp.steps.step_planner import CarriedOf, PlanBatch, StepPlanner, plan_carried_first
+
+
+@dataclass(frozen=True, eq=False)
+class JobPlanning:
+    """Plans the steps of a job whose arguments Megatron has validated.
+
+    Attributes:
+        job: the job.
+        cost: its cost model.
+        kept: what a rank keeps of the attention output of saved tokens.
+    """
+
+    job: Job
+    cost: CostModel
+    kept: KeptOutput
+
+    @classmethod
+    def of(cls, job: Job) -> "JobPlanning":
+        """Works out what the job's model costs."""
+        args, config = job.args, job.config
+        shape = model_shape(args, torch.empty(0, dtype=args.params_dtype).element_size())
+        kept = kept_by(args, shape)
+        cost = CostModel(
+            job.profile,
+            shape,
+            job.tree,
+            config.backend,
+            recompute=recomputed(args),
+            recompute_share=recompute_share(args),
+            overlap=config.overlap,
+        )
+        if config.save_budget_gb:
+            cost = aware_of_saving(cost, _save_bytes(config), kept)
+        return cls(job, cost, kept)
+
+    def train_planner(self, first_step: int) -> StepPlanner:
+        """The planner of the training steps from `first_step` on."""
+        if first_step and os.environ.get("RANK", "0") == "0":
+            print(f"nsp: going over the {first_step} steps before this run again", flush=True)
+        path = replayed_path(self.job.config)
+        plan_batch, carried_of = self._searching if path is None else self._replaying(path)
+        return StepPlanner(
+            self._sampler(self.job.documents.train),
+            plan_batch,
+            self.job.config.plan_ahead,
+            carried_of,
+            first_step,
+            self._mark_saved,
+            self._order_nodes,
+        )
+
+    def valid_planner(self) -> StepPlanner:
+        """The planner of the evaluation steps, which are never replayed and keep nothing."""
+        documents = self.job.documents.valid
+        assert documents is not None, "no --valid-data-path was opened"
+        return StepPlanner(
+            self._sampler(documents),
+            self._searched,
+            self.job.config.plan_ahead,
+            order_nodes=self._order_nodes,
+        )
+
+    def _sampler(self, documents: Documents) -> BatchSampler:
+        config, job = self.job.config, self.job
+        return BatchSampler(
+            documents.lengths, config.batch_tokens, job.size.max_length, job.args.seed
+        )
+
+    def _mark_saved(self, plan: Plan) -> SavedSamples:
+        if not self.job.config.save_budget_gb:
+            return NOTHING_SAVED
+        return mark_saved(plan, self.kept, _save_bytes(self.job.config))
+
+    def _order_nodes(self, plan: Plan) -> NodeOrders:
+        return choose_orders(plan, self.cost) if self.job.config.overlap else ALL_ROOT_FIRST
+
+    def _searched(self, batch: Batch) -> tuple[Plan, PlanScore]:
+        return plan_carried_first(batch, self._search)
+
+    def _search(self, lengths: IntArray) -> tuple[Plan, PlanScore]:
+        job, is_replay = self.job, replayed_path(self.job.config) is not None
+        result = plan_batch(
+            lengths,
+            job.tree,
+            self.cost,
+            token_budget=job.config.token_budget,
+            num_micro_batches=job.size.num_micro_batches,
+            policy="auto" if is_replay else job.config.policy,
+            compares_all=False,
+            more_policies=MEGATRON_POLICIES,
+        )
+        return result.plan, result.score
+
+    @property
+    def _searching(self) -> tuple[PlanBatch, CarriedOf | None]:
+        if self.job.config.token_budget is None:  # everything fits
+            return self._searched, None
+        return self._searched, lambda batch: self._searched(batch)[0].carried
+
+    def _replaying(self, path: str) -> tuple[PlanBatch, CarriedOf]:
+        job = self.job
+        replay = PlanReplay(path, job.tree, job.size.num_micro_batches, job.config.token_budget)
+
+        def replay_batch(batch: Batch) -> tuple[Plan, PlanScore]:
+            plan = replay.plan(batch.lengths)
+            return plan, self.cost.score(plan)
+
+        return replay_batch, lambda batch: replay.carried(batch.lengths)
+
+
+def _save_bytes(config: NSPConfig) -> float:
+    return config.save_budget_gb * 1e9

@@ -1,0 +1,726 @@
+"""What flags may not ask for: one table, from which jobs are checked and a page is written.
+
+A row is checked before any process group exists and before Megatron's own validation, on all
+ranks alike. Rows stand in the order in which they are checked, so a row may rely on those before
+it. What more than flags decides (documents, profiles, recorded plans, what a kernel needs) is
+checked where that is opened.
+
+`python -m megatron_nsp.mcore.limits_page docs/limits.md` writes them into that page.
+"""
+
+import argparse
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.backends import HAVE_APEX
+
+from megatron_nsp.mcore.cpu.args import CPU_ARGS, CpuArgument
+from megatron_nsp.mcore.layers import ATTENTION_LAYERS, LAYERS
+from megatron_nsp.mcore.refusal import Refusal, Values
+from megatron_nsp.plan.split import NATIVE
+from megatron_nsp.runtime.kernels import AttentionKernel
+
+
+def _least_one(flag: str, name: str) -> Refusal:
+    return Refusal(
+        flag,
+        lambda number: number is not None and number < 1,
+        f"{flag} must be at least 1, got {{{name}}}",
+        "a size; what comes after divides by it",
+        (name,),
+    )
+
+
+def _not_on_cpu(name: str, argument: CpuArgument) -> Refusal:
+    flag, value = argument
+    message = f"{flag} cannot be used with --nsp-cpu, got {{{name}}}"
+    if isinstance(value, bool) and flag.startswith("--no-"):
+        message = f"{flag} is needed with --nsp-cpu"
+    elif isinstance(value, str):
+        message = f"{flag} must be {value} with --nsp-cpu, got {{{name}}}"
+    return Refusal(
+        flag,
+        lambda is_cpu, given: is_cpu and given != value,
+        message,
+        "CPU ranks run none of the kernels for GPUs",
+        ("nsp_cpu", name),
+    )
+
+
+def _only(
+    flag: str, name: str, message: str, reason: str, allowed: Any = None, **absent: Any
+) -> Refusal:
+    """Refuses every value of an argument but one, and but None."""
+    return Refusal(
+        flag,
+        lambda given: given is not None and given != allowed,
+        f"{message}, got {{{name}}}",
+        reason,
+        (name,),
+        absent,
+    )
+
+
+def _data_of_shares(given: str | Sequence[str] | None) -> str | None:
+    if given in (None, _DEFAULT_SPLIT):
+        return None
+    return given if isinstance(given, str) else " ".join(given or ())
+
+
+def _no_data(flag: str, name: str) -> Refusal:
+    return Refusal(
+        flag,
+        _data_of_shares,
+        f"{flag} {{found}} cannot be used: whole documents come from --data-path, or from "
+        "--train-data-path and --valid-data-path",
+        "Megatron would cut documents and data sets by shares of its own",
+        (name,),
+    )
+
+
+_DEFAULT_SPLIT = "969, 30, 1"
+"""What Megatron's validation fills in for --split, where it runs before ours."""
+
+
+def _weight(prefixes: Sequence[str] | None) -> str | None:
+    """The first number among prefixes of data sets."""
+    return next((p for p in prefixes or () if p.replace(".", "", 1).isdigit()), None)
+
+
+def _no_weights(flag: str, name: str) -> Refusal:
+    return Refusal(
+        flag,
+        _weight,
+        f"{flag} takes prefixes without weights, got {{found}}",
+        "every document of every data set comes once an epoch",
+        (name,),
+    )
+
+
+def _missing_spec(spec: Sequence[str] | None) -> str | None:
+    """What `--spec` names, if it is not there."""
+    if spec is None:
+        return None
+    module, *names = spec or ("",)
+    try:
+        is_there = len(names) == 1 and hasattr(importlib.import_module(module), names[0])
+    except ImportError:
+        is_there = False
+    return None if is_there else " ".join(spec) or "without a module"
+
+
+def _bad_window(window: Sequence[int] | None) -> str | None:
+    """The window as one types it, if it is none that a causal layer can have."""
+    if window is None or (len(window) == 2 and window[0] >= -1 and window[1] == 0):
+        return None
+    return ",".join(str(side) for side in window)
+
+
+def _wrong_length(per_layer: Any, num_layers: int) -> int | None:
+    """The layers that a list of layers has, if they are not the model's."""
+    is_wrong = isinstance(per_layer, list) and len(per_layer) != num_layers
+    return len(per_layer) if is_wrong else None
+
+
+def _local_balancing(balancing: str | Sequence[str]) -> str | None:
+    """The first way of balancing experts that looks at the tokens of one rank."""
+    given = [balancing] if isinstance(balancing, str) else balancing
+    return next((name for name in given if name in ("sinkhorn", "quantile_balancing")), None)
+
+
+def _has_coefficient(coefficients: float | Sequence[float]) -> bool:
+    return any(coefficients if isinstance(coefficients, list | tuple) else [coefficients])
+
+
+def _wrong_stages(pattern: str | None, stages: int) -> int | None:
+    """The stages that a hybrid pattern marks, if they are not the job's."""
+    marked = (pattern or "").count("|") + 1
+    return marked if marked not in (1, stages) else None
+
+
+def _splits_local_norms(
+    sequence_parallel: bool,
+    tensor_model_parallel_size: int,
+    transformer_impl: str,
+    spec: Sequence[str] | None,
+    normalization: str,
+) -> bool:
+    is_split = sequence_parallel and tensor_model_parallel_size > 1
+    is_local = transformer_impl == "local" and spec is None  # a spec brings norms of its own
+    return is_split and is_local and (normalization == "RMSNorm" or not HAVE_APEX)
+
+
+def _splits_latent_keys(
+    multi_latent_attention: bool,
+    tensor_model_parallel_size: int,
+    sequence_parallel: bool,
+    transformer_impl: str,
+) -> bool:
+    is_whole = sequence_parallel and transformer_impl == "transformer_engine"
+    return multi_latent_attention and tensor_model_parallel_size > 1 and not is_whole
+
+
+def _hides_fillers(
+    num_experts: int | None,
+    sequence_parallel: bool,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+) -> bool:
+    # On one tensor-parallel rank Megatron turns sequence parallelism off.
+    is_split = sequence_parallel and tensor_model_parallel_size > 1
+    return bool(num_experts) and is_split and pipeline_model_parallel_size > 1
+
+
+_SIZES = (
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-attention-heads"),
+    *("--num-query-groups", "--global-batch-size", "--seed", "--num-layers", "--hidden-size"),
+    *("--seq-length", "--num-experts"),
+)
+
+_GRAPHS = "a graph has fixed sizes"
+
+REFUSALS: Mapping[str, Sequence[Refusal]] = {
+    "Sizes": [_least_one(flag, flag[2:].replace("-", "_")) for flag in _SIZES],
+    "CPU ranks": [_not_on_cpu(name, argument) for name, argument in CPU_ARGS.items()],
+    "Parallelism": [
+        Refusal(
+            "--context-parallel-size",
+            lambda context_parallel_size: context_parallel_size != 1,
+            "--context-parallel-size must be 1 with nested sequence parallelism, which shares "
+            "samples over the data-parallel ranks itself; got {context_parallel_size}",
+            "one fixed degree for all samples is what is replaced",
+        ),
+        Refusal(
+            "--tensor-model-parallel-size",
+            lambda world_size, tensor_model_parallel_size, pipeline_model_parallel_size: (
+                world_size % (tensor_model_parallel_size * pipeline_model_parallel_size)
+            ),
+            "--tensor-model-parallel-size {tensor_model_parallel_size} times "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size} does not divide the "
+            "{world_size} ranks",
+            "every rank belongs to one domain",
+        ),
+        Refusal(
+            "--num-attention-heads",
+            lambda num_attention_heads: num_attention_heads is None,
+            "--num-attention-heads must be given",
+            "heads decide which degrees there are",
+        ),
+        Refusal(
+            "--num-query-groups",
+            lambda num_attention_heads, kv_heads: num_attention_heads % kv_heads,
+            "--num-attention-heads {num_attention_heads} is no multiple of --num-query-groups "
+            "{kv_heads}",
+            "query heads share key/value heads evenly",
+        ),
+        Refusal(
+            "--tensor-model-parallel-size",
+            lambda tensor_model_parallel_size, num_attention_heads, kv_heads: (
+                num_attention_heads % tensor_model_parallel_size
+                or (kv_heads % tensor_model_parallel_size and tensor_model_parallel_size % kv_heads)
+            ),
+            "--tensor-model-parallel-size {tensor_model_parallel_size} cannot split "
+            "{num_attention_heads} query and {kv_heads} key/value heads evenly",
+            "tensor-parallel ranks hold equal heads",
+        ),
+        _only(
+            "--num-layers-per-virtual-pipeline-stage",
+            "num_layers_per_virtual_pipeline_stage",
+            "--num-layers-per-virtual-pipeline-stage is not supported yet",
+            "stages would draw their batches several times a step",
+        ),
+        _only(
+            "--num-virtual-stages-per-pipeline-rank",
+            "num_virtual_stages_per_pipeline_rank",
+            "--num-virtual-stages-per-pipeline-rank is not supported yet",
+            "stages would draw their batches several times a step",
+        ),
+        _only(
+            "--pipeline-model-parallel-layout",
+            "pipeline_model_parallel_layout",
+            "--pipeline-model-parallel-layout is not supported yet",
+            "layers of a stage are counted from equal shares",
+        ),
+        Refusal(
+            "--sequence-parallel",
+            _splits_local_norms,
+            "--sequence-parallel needs --transformer-impl transformer_engine, which CPU ranks do "
+            "not run, or a --spec: the norm of Megatron's local layers refuses it",
+            "the torch norm of Megatron's local layers runs on whole rows alone",
+        ),
+    ],
+    "Batches and data": [
+        Refusal(
+            "--calculate-per-token-loss",
+            lambda calculate_per_token_loss: not calculate_per_token_loss,
+            "--calculate-per-token-loss is required: ranks hold different numbers of tokens",
+            "a mean of the ranks' means would weigh tokens by the rank they are on",
+        ),
+        Refusal(
+            "--micro-batch-size",
+            lambda micro_batch_size: micro_batch_size not in (None, 1),
+            "--micro-batch-size must be 1, got {micro_batch_size}: a micro-batch is one packed "
+            "buffer; --nsp-batch-tokens sets the size of a step",
+            "samples are packed, not stacked",
+        ),
+        Refusal(
+            "--global-batch-size",
+            lambda global_batch_size, num_ranks: (
+                global_batch_size is not None and global_batch_size % num_ranks
+            ),
+            "--global-batch-size {global_batch_size} is no multiple of the {num_ranks} "
+            "data-parallel ranks; it sets the micro-batches of a step, one for each multiple",
+            "every rank runs the same micro-batches",
+        ),
+        _only(
+            "--rampup-batch-size",
+            "rampup_batch_size",
+            "--rampup-batch-size cannot be used: the micro-batches of a step are fixed",
+            "Megatron would ask for other numbers of micro-batches than are planned",
+        ),
+        Refusal(
+            "--eval-iters",
+            lambda eval_iters, valid_data_path, train_data_path: (
+                eval_iters and not (valid_data_path and train_data_path)
+            ),
+            "--eval-iters {eval_iters} needs --valid-data-path, and --train-data-path in place of "
+            "--data-path",
+            "documents are not cut into shares for training and evaluation",
+        ),
+        Refusal(
+            "--train-samples",
+            lambda train_samples: train_samples is not None,
+            "--train-samples {train_samples} cannot be used: steps hold different numbers of "
+            "samples; give --train-iters",
+            "samples do not count steps",
+        ),
+        _no_data("--split", "split"),
+        _no_data("--test-data-path", "test_data_path"),
+        _no_data("--data-args-path", "data_args_path"),
+        _no_data("--per-split-data-args-path", "per_split_data_args_path"),
+        Refusal(
+            "--mock-data",
+            lambda mock_data: mock_data,
+            "--mock-data cannot be used: documents come from --data-path",
+            "Megatron's mock samples all have one length",
+        ),
+        Refusal(
+            "--dataloader-type",
+            lambda dataloader_type: dataloader_type not in (None, "external"),
+            "--dataloader-type must be external, got {dataloader_type}",
+            "the plan says which rank reads what",
+        ),
+        Refusal(
+            "--data-path",
+            lambda data_path, train_data_path: not (data_path or train_data_path),
+            "--data-path is required: the prefix of a .bin and .idx file",
+            "lengths are needed before the first step",
+        ),
+        _no_weights("--data-path", "data_path"),
+        _no_weights("--train-data-path", "train_data_path"),
+        _no_weights("--valid-data-path", "valid_data_path"),
+        Refusal(
+            "--seq-length",
+            lambda longest: longest is None,
+            "--seq-length is required: the longest sample to train on, in tokens",
+            "nothing else says it, `--nsp-max-length` apart",
+        ),
+    ],
+    "Attention": [
+        _only(
+            "--attention-dropout",
+            "attention_dropout",
+            "--attention-dropout must be 0",
+            "kernels would need one random stream for all ranks of a node",
+            0.0,
+        ),
+        Refusal(
+            "--position-embedding-type",
+            lambda position_embedding_type: (
+                position_embedding_type not in ("rope", "yarn", "none", "learned_absolute")
+            ),
+            "--position-embedding-type must be rope, yarn, learned_absolute or none, got "
+            "{position_embedding_type}",
+            "`relative` is a bias on the scores (as ALiBi is, which Megatron has no flag for), "
+            "`mrope` has three positions a token",
+        ),
+        Refusal(
+            "--max-position-embeddings",
+            lambda position_embedding_type, max_position_embeddings, longest: (
+                position_embedding_type == "learned_absolute"
+                and max_position_embeddings is not None
+                and longest > max_position_embeddings
+            ),
+            "--max-position-embeddings {max_position_embeddings} does not reach the longest sample "
+            "of {longest} tokens that --nsp-max-length or --seq-length allows",
+            "there is one learned vector for each place in a document",
+        ),
+        Refusal(
+            "--attention-backend",
+            lambda attention_backend: attention_backend.name == "local",
+            "--attention-backend local would take nested attention out of the model",
+            "Megatron then exchanges core attention itself",
+        ),
+        _only(
+            "--experimental-attention-variant",
+            "experimental_attention_variant",
+            "--experimental-attention-variant is not supported",
+            "sparse and linear attention see more than their own rows",
+        ),
+        _only(
+            "--qk-clip",
+            "qk_clip",
+            "--qk-clip is not supported: it needs the largest attention score",
+            "kernels do not give the largest score",
+            False,
+        ),
+        _only(
+            "--log-max-attention-logit",
+            "log_max_attention_logit",
+            "--log-max-attention-logit is not supported",
+            "kernels do not give the largest score",
+            False,
+        ),
+        Refusal(
+            "--multi-latent-attention",
+            lambda multi_latent_attention, apply_rope_fusion: (
+                multi_latent_attention and apply_rope_fusion
+            ),
+            "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and "
+            "not by position",
+            "a row's place in a buffer is not its place in its document",
+        ),
+        Refusal(
+            "--multi-latent-attention",
+            _splits_latent_keys,
+            "--multi-latent-attention with --tensor-model-parallel-size "
+            "{tensor_model_parallel_size} needs --transformer-impl transformer_engine and "
+            "--sequence-parallel: without them Megatron 0.19 gets its gradients wrong",
+            "elsewhere Megatron 0.19 keeps one rank's part of the shared rotary key's gradient and "
+            "counts that of the query norm twice",
+        ),
+        Refusal(
+            "--window-size",
+            _bad_window,
+            "--window-size must be LEFT,0 with LEFT at least 0, or -1 for all tokens before, got "
+            "{found}: attention is causal",
+            "attention is causal; Megatron's own modules disagree on a RIGHT of -1",
+            ("window_size",),
+        ),
+        Refusal(
+            "--window-attn-skip-freq",
+            lambda window_attn_skip_freq, num_layers, window_size: (
+                window_size is not None and _wrong_length(window_attn_skip_freq, num_layers)
+            ),
+            "--window-attn-skip-freq lists {found} layers, --num-layers is {num_layers}",
+            "a list has an entry for every layer",
+        ),
+        Refusal(
+            "--window-attn-skip-freq",
+            lambda window_attn_skip_freq, window_size: (
+                window_size is not None
+                and isinstance(window_attn_skip_freq, int)
+                and window_attn_skip_freq < 1
+            ),
+            "--window-attn-skip-freq must be at least 1, got {window_attn_skip_freq}",
+            "every N-th layer has no window",
+        ),
+        Refusal(
+            "--nsp-backend",
+            lambda nsp_backend, softmax_type: nsp_backend in NATIVE and softmax_type != "vanilla",
+            "--nsp-backend {nsp_backend} serves no attention sinks: --softmax-type {softmax_type}",
+            "Transformer Engine's context parallelism takes no sink",
+        ),
+        Refusal(
+            "--nsp-backend",
+            lambda nsp_backend, window_size: nsp_backend == "te-p2p" and window_size is not None,
+            "--nsp-backend {nsp_backend} has no sliding window: --window-size {window_size}",
+            "Transformer Engine's ring takes no window",
+        ),
+    ],
+    "Layers": [
+        Refusal(
+            "--hybrid-override-pattern",
+            lambda hybrid_override_pattern: hybrid_override_pattern is not None,
+            "--hybrid-override-pattern is deprecated: give --hybrid-layer-pattern",
+            "one name for one thing",
+        ),
+        Refusal(
+            "--hybrid-layer-pattern",
+            lambda hybrid_layer_pattern: "".join(
+                sorted(set(hybrid_layer_pattern or "") - set(LAYERS + "|"))
+            ),
+            "--hybrid-layer-pattern {hybrid_layer_pattern}: {found} cannot be used: only attention "
+            "(*), latent attention (+), MLPs (-) and experts (E) run on a part of a sample",
+            "Mamba (M) and gated delta layers (G) carry state along a sequence, sparse attention "
+            "(D) picks keys of all of it, `/` predicts further tokens",
+        ),
+        Refusal(
+            "--hybrid-layer-pattern",
+            lambda hybrid_layer_pattern: (
+                hybrid_layer_pattern is not None
+                and not set(hybrid_layer_pattern) & set(ATTENTION_LAYERS)
+            ),
+            "--hybrid-layer-pattern {hybrid_layer_pattern} holds no attention layer, * or +",
+            "attention is what is nested",
+        ),
+        Refusal(
+            "--hybrid-layer-pattern",
+            lambda hybrid_layer_pattern, pipeline_model_parallel_size: _wrong_stages(
+                hybrid_layer_pattern, pipeline_model_parallel_size
+            ),
+            "--hybrid-layer-pattern {hybrid_layer_pattern} marks {found} stages, "
+            "--pipeline-model-parallel-size is {pipeline_model_parallel_size}",
+            "`|` ends a pipeline stage",
+        ),
+        Refusal(
+            "--spec",
+            _missing_spec,
+            "--spec {found} cannot be imported",
+            "Megatron would go on with its default",
+            ("spec",),
+        ),
+        Refusal(
+            "--hybrid-layer-pattern",
+            lambda hybrid_layer_pattern, spec: (
+                hybrid_layer_pattern is not None and spec is None and not HAVE_TE
+            ),
+            "--hybrid-layer-pattern needs Transformer Engine, which is not installed, or --spec "
+            "with a stack of other modules",
+            "Megatron ships a stack of Transformer Engine's modules alone",
+        ),
+        _only(
+            "--mtp-num-layers",
+            "mtp_num_layers",
+            "--mtp-num-layers is not supported yet",
+            "it needs the tokens after a slice",
+        ),
+    ],
+    "Experts": [
+        Refusal(
+            "--moe-layer-freq",
+            lambda num_experts, moe_layer_freq, num_layers, hybrid_layer_pattern: (
+                num_experts
+                and hybrid_layer_pattern is None
+                and _wrong_length(moe_layer_freq, num_layers)
+            ),
+            "--moe-layer-freq lists {found} layers, --num-layers is {num_layers}",
+            "a list has an entry for every layer",
+        ),
+        Refusal(
+            "--moe-layer-freq",
+            lambda num_experts, moe_layer_freq: (
+                num_experts
+                and (
+                    bool(set(moe_layer_freq) - {0, 1})
+                    if isinstance(moe_layer_freq, list)
+                    else moe_layer_freq < 1
+                )
+            ),
+            "--moe-layer-freq must be at least 1 or a list of 0 and 1, got {moe_layer_freq}",
+            "every N-th layer has experts, or those with a 1",
+        ),
+        Refusal(
+            "--moe-aux-loss-coeff",
+            lambda num_experts, moe_aux_loss_coeff: (
+                num_experts and _has_coefficient(moe_aux_loss_coeff)
+            ),
+            "--moe-aux-loss-coeff must be 0, got {moe_aux_loss_coeff}: the auxiliary loss would "
+            "depend on which rank a token is on",
+            "Megatron counts the tokens of each expert on one rank",
+        ),
+        Refusal(
+            "--moe-router-load-balancing-type",
+            lambda num_experts, moe_router_load_balancing_type: (
+                num_experts and _local_balancing(moe_router_load_balancing_type)
+            ),
+            "--moe-router-load-balancing-type {found} cannot be used: it would route by the tokens "
+            "of one rank",
+            "where a token goes would depend on the plan",
+        ),
+        Refusal(
+            "--moe-input-jitter-eps",
+            lambda num_experts, moe_input_jitter_eps: (
+                num_experts and moe_input_jitter_eps is not None
+            ),
+            "--moe-input-jitter-eps {moe_input_jitter_eps} cannot be used: the noise would depend "
+            "on which rank a token is on",
+            "every rank has a random stream of its own",
+        ),
+        Refusal(
+            "--moe-router-enable-expert-bias",
+            lambda num_experts, moe_router_enable_expert_bias: (
+                num_experts and moe_router_enable_expert_bias
+            ),
+            "--moe-router-enable-expert-bias cannot be used: Megatron 0.19 counts tokens wrongly "
+            "where filler tokens are masked from the router",
+            "it combines a map of tokens and experts with a mask of tokens alone",
+        ),
+        Refusal(
+            "--moe-expert-capacity-factor",
+            lambda num_experts, moe_expert_capacity_factor: (
+                num_experts and moe_expert_capacity_factor is not None
+            ),
+            "--moe-expert-capacity-factor must not be set, got {moe_expert_capacity_factor}: it "
+            "drops tokens by the counts of one rank",
+            "which tokens are dropped would depend on the plan",
+        ),
+        Refusal(
+            "--num-experts",
+            lambda num_experts, tensor_model_parallel_size, sequence_parallel: (
+                num_experts and tensor_model_parallel_size > 1 and not sequence_parallel
+            ),
+            "--tensor-model-parallel-size {tensor_model_parallel_size} with experts needs "
+            "--sequence-parallel: Megatron 0.19 trains no experts without it",
+            "Megatron refuses it in the first step",
+        ),
+        Refusal(
+            "--num-experts",
+            _hides_fillers,
+            "--sequence-parallel with experts and --pipeline-model-parallel-size "
+            "{pipeline_model_parallel_size} is not supported yet: later stages would see filler "
+            "tokens as real ones",
+            "Megatron scatters the mask of filler tokens on the first stage alone",
+        ),
+        Refusal(
+            "--moe-token-dispatcher-type",
+            lambda num_experts, moe_token_dispatcher_type: (
+                num_experts and moe_token_dispatcher_type == "allgather"
+            ),
+            "--moe-token-dispatcher-type must be alltoall or flex, got allgather, which needs the "
+            "same number of tokens on every rank",
+            "ranks hold different numbers of tokens",
+        ),
+    ],
+    "Precision, graphs and checkpoints": [
+        _only(
+            "--fp8-format",
+            "fp8",
+            "--fp8-format is not supported yet",
+            "rows of a slice are no multiple of a block",
+        ),
+        _only(
+            "--fp4-format",
+            "fp4",
+            "--fp4-format is not supported yet",
+            "rows of a slice are no multiple of a block",
+        ),
+        _only(
+            "--cuda-graph-impl",
+            "cuda_graph_impl",
+            "--cuda-graph-impl must be none: boundaries change every step",
+            _GRAPHS,
+            "none",
+        ),
+        # Where these two are set, Megatron's validation removes them and sets --cuda-graph-impl.
+        _only(
+            "--enable-cuda-graph",
+            "enable_cuda_graph",
+            "--enable-cuda-graph cannot be used: boundaries change every step",
+            _GRAPHS,
+            False,
+            enable_cuda_graph=False,
+        ),
+        _only(
+            "--external-cuda-graph",
+            "external_cuda_graph",
+            "--external-cuda-graph cannot be used: boundaries change",
+            _GRAPHS,
+            False,
+            external_cuda_graph=False,
+        ),
+        _only(
+            "--check-for-spiky-loss",
+            "check_for_spiky_loss",
+            "--check-for-spiky-loss cannot be used: ranks and steps hold different numbers of "
+            "tokens",
+            "it compares sums of losses",
+            False,
+        ),
+        Refusal(
+            "--use-megatron-fsdp",
+            lambda use_megatron_fsdp, swiglu, save, bf16, fp16: (
+                use_megatron_fsdp and swiglu and save and not (bf16 or fp16)
+            ),
+            "--use-megatron-fsdp with --swiglu and --save needs --bf16 or --fp16: Megatron 0.19 "
+            "cannot write its checkpoint in float32",
+            "Megatron fails when it writes the checkpoint",
+        ),
+        Refusal(
+            "--nsp-kernel",
+            lambda nsp_kernel, nsp_cpu, bf16, fp16: (
+                not nsp_cpu and nsp_kernel not in ("cpu-flash", "reference") and not (bf16 or fp16)
+            ),
+            "--nsp-kernel {nsp_kernel} on GPUs needs --bf16 or --fp16",
+            "attention kernels for GPUs take 16-bit floats",
+        ),
+        Refusal(
+            "--nsp-save-budget-gb",
+            lambda idle_save_budget_gb: idle_save_budget_gb,
+            "--nsp-save-budget-gb {found:g} would do nothing: attention is not recomputed; it "
+            "needs --recompute-granularity full, or selective with core_attn among "
+            "--recompute-modules",
+            "what is not computed again need not be kept twice",
+            # Megatron's validation turns it into --recompute-granularity, and removes it.
+            absent={"recompute_activations": False},
+        ),
+    ],
+}
+"""By topic; rows of a topic, and topics, in the order in which they are checked."""
+
+KERNEL_REFUSALS: Sequence[Refusal] = [
+    Refusal(
+        "--softmax-type",
+        lambda kernel, softmax_type: softmax_type != "vanilla" and not kernel.returns_lse,
+        "--nsp-kernel {kernel.name} gives no LSE, which --softmax-type {softmax_type} needs",
+        "the sink is one more term of each row's sum",
+    ),
+    Refusal(
+        "--nsp-save-budget-gb",
+        lambda kernel, nsp_save_budget_gb: nsp_save_budget_gb and not kernel.returns_lse,
+        "--nsp-kernel {kernel.name} gives no LSE, which --nsp-save-budget-gb "
+        "{nsp_save_budget_gb:g} needs",
+        "the backward pass of a saved sample starts from its LSE",
+    ),
+]
+"""Checked once the kernel is chosen, which flags, the GPU and what is installed decide."""
+
+
+def all_refusals() -> Iterator[Refusal]:
+    """Every row."""
+    for rows in REFUSALS.values():
+        yield from rows
+    yield from KERNEL_REFUSALS
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Checks all that flags alone decide.
+
+    Args:
+        args: Megatron's arguments with ours, validated or not.
+
+    Raises:
+        ValueError: a flag cannot be used; one line that names it.
+        AssertionError: Megatron has no such argument any more.
+    """
+    values = Values(args)
+    for rows in REFUSALS.values():
+        _check(rows, values)
+
+
+def check_kernel(args: argparse.Namespace, kernel: AttentionKernel) -> None:
+    """Checks that the chosen kernel gives what flags ask for.
+
+    Raises:
+        ValueError: it does not; one line that names flag and kernel.
+    """
+    _check(KERNEL_REFUSALS, Values(args, kernel=kernel))
+
+
+def _check(rows: Sequence[Refusal], values: Values) -> None:
+    for row in rows:
+        message = row.of(values)
+        if message is not None:
+            raise ValueError(message)

@@ -1,0 +1,38 @@
+"""Sizes of a job that several of Megatron's arguments make up together."""
+
+import argparse
+
+
+def domain_size(args: argparse.Namespace) -> int:
+    """Ranks of the data-parallel domain."""
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    return int(args.world_size // model_parallel)
+
+
+def kv_heads(args: argparse.Namespace) -> int:
+    """Key/value heads of the model."""
+    return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads)
+
+
+def heads_per_rank(args: argparse.Namespace) -> tuple[int, int]:
+    """Query and key/value heads on a tensor-parallel rank."""
+    tensor_parallel = args.tensor_model_parallel_size
+    heads = args.num_attention_heads // tensor_parallel
+    return heads, max(1, kv_heads(args) // tensor_parallel)
+
+
+def longest_sample(args: argparse.Namespace) -> int | None:
+    """Longest sample to train on, in tokens; None where no flag says it."""
+    longest: int | None = args.nsp_max_length or args.seq_length
+    return longest
+
+
+def set_batch_sizes(args: argparse.Namespace) -> None:
+    """Sets what Megatron is to know of our batches: one buffer a micro-batch, and how many of them.
+
+    Without `--global-batch-size` a step has one micro-batch.
+    """
+    args.micro_batch_size = 1
+    args.dataloader_type = "external"
+    if args.global_batch_size is None:
+        args.global_batch_size = domain_size(args)
