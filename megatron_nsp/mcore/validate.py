@@ -12,7 +12,7 @@ from megatron_nsp.cost.profile import Profile
 from megatron_nsp.mcore.check_layers import check_hybrid, check_latent, check_norms, check_window
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.model import recomputed_layers
-from megatron_nsp.plan.split import NATIVE
+from megatron_nsp.plan.backends import backends_of
 from megatron_nsp.plan.static_layout import static_groups
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.runtime.kernels import AttentionKernel, require_lse
@@ -343,12 +343,10 @@ def check_native(args: argparse.Namespace, config: NSPConfig) -> None:
     Raises:
         ValueError: names both flags.
     """
-    if config.backend not in NATIVE:
-        return
-    asked = f"{flag('backend')} {config.backend}"
-    if args.softmax_type != "vanilla":
+    asked, backends = f"{flag('backend')} {config.backend}", backends_of(config.backend)
+    if args.softmax_type != "vanilla" and not any(one.serves_sinks for one in backends):
         raise ValueError(f"{asked} serves no attention sinks: --softmax-type {args.softmax_type}")
-    if config.backend == "te-p2p" and args.window_size is not None:
+    if args.window_size is not None and not any(one.serves_windows for one in backends):
         raise ValueError(f"{asked} has no sliding window: --window-size {args.window_size}")
 
 

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from megatron_nsp.plan.layout import NodeSlice, RankLayout, rank_layout
 from megatron_nsp.plan.order import ROOT_FIRST, Order, in_order
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
-from megatron_nsp.plan.schedule import Pass, Step, build_schedule
+from megatron_nsp.plan.schedule import Step, build_schedule
 from megatron_nsp.plan.tree import Node
 from megatron_nsp.runtime.backends.base import NodeCall
-from megatron_nsp.runtime.backends.blocks import Filled, Rounds, node_rounds, split_for
+from megatron_nsp.runtime.backends.blocks import Filled, Rounds, key_mask, node_rounds
 from megatron_nsp.runtime.backends.native import NativeBackward, NativeForward, check_native
 from megatron_nsp.runtime.backends.node import (
     Gradients,
@@ -102,7 +103,7 @@ class NestedBatch:
         """The issue order of a pass over these slices of active nodes."""
         key = (pass_, mask, *(part.node for part in parts))
         if key not in self._steps:
-            splits = {part.node: split_for(part.split, mask) for part in parts}
+            splits = {part.node: part.split.under(key_mask(mask)) for part in parts}
             order = self.orders.get(pass_, ROOT_FIRST) if self.overlap else ROOT_FIRST
             path = in_order(splits, order)
             self._steps[key] = build_schedule(path, pass_, self.overlap, splits)
@@ -159,7 +160,7 @@ class _Call:
     """Whether backward of this very pass may follow."""
 
     def node(self, part: NodeSlice, sink_H: Tensor | None) -> NodeCall:
-        is_native = part.split.is_native
+        is_native = part.split.backend.is_native
         return NodeCall(
             part=part,
             rounds=() if is_native else self.batch.rounds(part, self.mask),
@@ -210,7 +211,7 @@ class _Call:
         q, k, v, out, lse = state.tensors
         if self.has_backward and not self.saved:
             q, k, v = (_alone(x) for x in (q, k, v))
-        return q, k, v, (None if part.ulysses_degree == 1 else out), lse
+        return q, k, v, (None if part.member_ranks == 1 else out), lse
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -234,7 +235,7 @@ class _NestedAttention(torch.autograd.Function):
         for part in parts:
             rows, node = part.buffer_slice, call.node(part, sink_H)
             tensors = q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
-            if part.split.is_native:
+            if part.split.backend.is_native:
                 passes[part.node] = NativeForward(node, *tensors, call.has_backward)
             else:
                 passes[part.node] = NodeForward(node, *tensors)
@@ -245,12 +246,12 @@ class _NestedAttention(torch.autograd.Function):
                 out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
         if call.keeps:
             call.keep(out_THV, passes)
-        own = [part for part in parts if not part.split.is_native]
+        own = [part for part in parts if not part.split.backend.is_native]
         states = [call.state_tensors(part, passes[part.node].state) for part in own]
         # Tensors that carry a graph: what it holds is saved by it.
         ctx.graphs = {part.node: passes[part.node].graph for part in parts if part not in own}
         inputs = (q_THD, k_TKD, v_TKV) if call.saved else (None, None, None)
-        output = out_THV if any(part.ulysses_degree == 1 for part in parts) else None
+        output = out_THV if any(part.member_ranks == 1 for part in parts) else None
         ctx.save_for_backward(sink_H, *inputs, output, *(x for state in states for x in state))
         ctx.kv_shapes = k_TKD.shape, v_TKV.shape
         ctx.head_dim = q_THD.shape[2]
@@ -265,7 +266,7 @@ class _NestedAttention(torch.autograd.Function):
         shapes = (*dout_THV.shape[:2], ctx.head_dim), *ctx.kv_shapes
         grads = [dout_THV.new_zeros(shape) for shape in shapes]
         state_of = {}
-        own = [part for part in call.remaining() if not part.split.is_native]
+        own = [part for part in call.remaining() if not part.split.backend.is_native]
         for place, part in enumerate(own):
             q, k, v, out, lse = states[5 * place : 5 * place + 5]
             out = output_THV[part.buffer_slice] if out is None else out
@@ -279,7 +280,7 @@ class _NestedAttention(torch.autograd.Function):
             rows, saved_output = part.buffer_slice, call.saved.get(part.node)
             dsink_H = None if dsink_NH is None else dsink_NH[place]
             node_grads = Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H)
-            if part.split.is_native:
+            if part.split.backend.is_native:
                 passes[part.node] = NativeBackward(
                     call.node(part, None), ctx.graphs.pop(part.node), dout_THV[rows], node_grads
                 )
@@ -346,7 +347,7 @@ def nested_attention(
     keeps = is_first and any(batch.num_saved.values())
     call = _Call(batch, mask, runtime, layer, saved, keeps, torch.is_grad_enabled())
     for part in batch.layout.slices:
-        if part.split.is_native:
+        if part.split.backend.is_native:
             heads = q_THD.shape[1], k_TKD.shape[1]
             check_native(call.node(part, sink_H), *heads, batch.num_saved[part.node])
     out_THV: Tensor = _NestedAttention.apply(q_THD, k_TKD, v_TKV, sink_H, call)

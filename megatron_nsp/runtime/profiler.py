@@ -38,8 +38,8 @@ from megatron_nsp.cost.node_cost import (
 from megatron_nsp.cost.profile import AttentionRate, ExchangeRate, Profile
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.layout import rank_layout
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.schedule import Pass, Phase
 from megatron_nsp.plan.split import ULYSSES, Split
 from megatron_nsp.runtime.backends.base import NodeCall
 from megatron_nsp.runtime.backends.blocks import Rows, node_rounds

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_nsp.plan.order import NodeOrders, safe_orders
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
-from megatron_nsp.plan.schedule import Pass
 from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.runtime.attention import NestedBatch
@@ -78,7 +78,7 @@ def test_500_random_plans_equal_the_oracle_and_the_predicted_traffic() -> None:
     ]
     assert not wrong, wrong[:2]
     backends = {
-        split.backend(case.plan.tree.degree(node))
+        split.label(case.plan.tree.degree(node))
         for case in cases
         for (_, node), split in case.plan.splits.items()
     }

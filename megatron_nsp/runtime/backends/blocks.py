@@ -13,13 +13,13 @@ from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.layout import NodeSlice
 from megatron_nsp.plan.ring_rows import (
     BlockRows,
+    KeyMask,
     filled_bounds,
     filled_rows,
     gather_blocks,
     ring_block,
     seen_keys,
 )
-from megatron_nsp.plan.split import Split
 from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
 
 
@@ -136,9 +136,13 @@ class Filled:
     @classmethod
     def of(cls, part: NodeSlice) -> "Filled":
         """Of this rank's slice of a native node."""
-        bounds = filled_bounds(part)
-        num_rows = int(bounds[-1]) // part.ring_degree
-        return cls(Rows.of(filled_rows(part), num_rows), num_rows, SampleBounds(bounds))
+        bounds = filled_bounds(part.dealing)
+        num_rows = int(bounds[-1]) // part.num_members
+        return cls(
+            Rows.of(filled_rows(part.dealing, part.member), num_rows),
+            num_rows,
+            SampleBounds(bounds),
+        )
 
     def fill(self, x: Tensor) -> Tensor:
         """`[num_rows, ...]` the rank's rows of `x` in their places, zeros elsewhere; a copy."""
@@ -147,41 +151,39 @@ class Filled:
         return filled
 
 
-def split_for(split: Split, mask: AttentionMask) -> Split:
-    """How a node divides attention under a mask: sliding windows need their keys gathered."""
-    if split.ring_degree > 1 and not split.is_native and mask.window_left is not None:
-        return Split(split.ring_degree, "gather")
-    return split
+def key_mask(mask: AttentionMask) -> KeyMask:
+    """What planning needs to know of a mask."""
+    return KeyMask(mask.is_causal, mask.window_left)
 
 
 def node_rounds(part: NodeSlice, mask: AttentionMask) -> Rounds:
     """The kernel calls of a rank in each round of a node."""
-    split, streams = split_for(part.split, mask), part.member_tokens
-    if split.ring_degree == 1:
+    split, streams = part.split.under(key_mask(mask)), part.member_tokens
+    if split.num_members == 1:
         samples = SampleBounds(part.cu_seqlens)
         everything = Rows(None, part.stream_tokens)
         return (Round((Block(everything, everything, samples, mask.is_causal),)),)
-    if split.outer == "gather":
+    if split.name == "gather":
         return Round(), _gather_round(part, mask)
     rounds = []
-    for number in range(split.ring_degree):
-        source = (part.member - number) % split.ring_degree
-        user = (part.member + number) % split.ring_degree
-        block = ring_block(part, part.member, source, mask.is_causal)
-        used = ring_block(part, user, part.member, mask.is_causal).kv_rows
+    for number in range(split.num_members):
+        source = (part.member - number) % split.num_members
+        user = (part.member + number) % split.num_members
+        block = ring_block(part.dealing, part.member, source, mask.is_causal)
+        used = ring_block(part.dealing, user, part.member, mask.is_causal).kv_rows
         calls = _calls((block,), part.stream_tokens, streams[source])
         rounds.append(Round(calls, (Rows.of(used, part.stream_tokens),) if number else ()))
     return tuple(rounds)
 
 
 def _gather_round(part: NodeSlice, mask: AttentionMask) -> Round:
-    how, members = (mask.is_causal, mask.window_left), range(part.ring_degree)
-    held = [seen_keys(part, part.member, source, *how) for source in members]
+    dealing, how, members = part.dealing, key_mask(mask), range(part.num_members)
+    held = [seen_keys(dealing, part.member, source, how) for source in members]
     counts = tuple(map(len, held))
     returned = tuple(
-        Rows.of(seen_keys(part, user, part.member, *how), part.stream_tokens) for user in members
+        Rows.of(seen_keys(dealing, user, part.member, how), part.stream_tokens) for user in members
     )
-    calls = _calls(gather_blocks(part, held, *how), part.stream_tokens, sum(counts))
+    calls = _calls(gather_blocks(dealing, part.member, held, how), part.stream_tokens, sum(counts))
     return Round(calls, returned, counts)
 
 

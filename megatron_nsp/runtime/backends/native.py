@@ -29,10 +29,10 @@ def check_native(call: NodeCall, num_heads: int, num_kv_heads: int, num_saved: i
             be saved are not for it.
     """
     part, mask = call.part, call.mask
-    name = part.split.outer
+    name = part.split.name
     if call.native is None:
         raise ValueError(f"{name} needs Transformer Engine, which this run has not loaded")
-    part.split.check_heads(part.degree, num_heads, num_kv_heads)
+    part.split.backend.check_heads(part.degree, num_heads, num_kv_heads)
     if not mask.is_causal:
         raise ValueError(f"{name} fills samples up, which only a causal mask hides; got a full one")
     if mask.window_left is not None and name == "te-p2p":
@@ -84,7 +84,7 @@ class NativeForward:
         call, filled = self.call, self.call.filled
         assert call.native is not None and filled is not None and call.group is not None
         q, k, v = (filled.fill(x).requires_grad_(self._has_backward) for x in self._inputs)
-        method = call.part.split.outer.removeprefix("te-")
+        method = call.part.split.name.removeprefix("te-")
         with torch.set_grad_enabled(self._has_backward):
             out = call.native.attend(q, k, v, filled.samples, call.mask, call.group, method)
         self._out_THV.copy_(filled.rows.take(out.detach()))

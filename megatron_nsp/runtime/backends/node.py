@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_nsp.runtime.backends.base import Exchange, NodeCall
-from megatron_nsp.runtime.backends.blocks import Rows, split_for
+from megatron_nsp.runtime.backends.blocks import Rows, key_mask
 from megatron_nsp.runtime.backends.ring import Gather, KeyExchange, KeysValues, Ring
 from megatron_nsp.runtime.backends.ulysses import ToHeads, ToTokens, own_heads
 from megatron_nsp.runtime.kernels.base import lse_dtype
@@ -53,10 +53,10 @@ class SavedOutput:
 
 
 def _key_exchange(call: NodeCall, k_SnD: Tensor, v_SnV: Tensor) -> KeyExchange | None:
-    split = split_for(call.part.split, call.mask)
-    if split.ring_degree == 1:
+    split = call.part.split.under(key_mask(call.mask))
+    if split.num_members == 1:
         return None
-    return (Gather if split.outer == "gather" else Ring)(call, k_SnD, v_SnV)
+    return (Gather if split.name == "gather" else Ring)(call, k_SnD, v_SnV)
 
 
 def _own_sinks(call: NodeCall) -> Tensor | None:
@@ -158,7 +158,7 @@ class NodeForward(_Rounds):
         """See `_Rounds.begin`."""
         self._q_ShD, *own = received
         self._own = own[0], own[1]
-        if self.call.part.ring_degree > 1:
+        if self.call.part.num_members > 1:
             self._merged = Merged(self._q_ShD, own[1].shape[2])
         return self._own
 
@@ -264,7 +264,7 @@ class NodeBackward(_Rounds):
             self._state = first if self._state is None else _joined(first, self._state)
         assert self._state is not None
         own = (self._state.k_SnD, self._state.v_SnV)
-        if self.call.part.ring_degree > 1:
+        if self.call.part.num_members > 1:
             dtype = lse_dtype(own[0].dtype)
             tensors = (self._state.q_ShD, *own)
             self._totals = tuple(torch.zeros_like(x, dtype=dtype) for x in tensors)

@@ -53,7 +53,7 @@ class _Members:
 
     def rank(self, member: int) -> int:
         part = self.part
-        return (member % part.ring_degree) * part.ulysses_degree + part.rank_in_member
+        return (member % part.num_members) * part.member_ranks + part.rank_in_member
 
     def exchange(self, send: Tensor, send_rows: dict[int, int], recv: dict[int, int]) -> Exchange:
         """`send_rows` and `recv` are rows by member."""
@@ -95,7 +95,7 @@ class Ring:
 
     def _source(self, number: int) -> int:
         part = self._members.part
-        return (part.member - number) % part.ring_degree
+        return (part.member - number) % part.num_members
 
     def _returned(self, number: int) -> Rows:
         (rows,) = self._rounds[number].returned
@@ -142,7 +142,7 @@ class Gather:
 
     def _others(self) -> list[int]:
         part = self._members.part
-        return [member for member in range(part.ring_degree) if member != part.member]
+        return [member for member in range(part.num_members) if member != part.member]
 
     def forth(self, number: int, held: KeysValues) -> Exchange:
         """See `KeyExchange.forth`."""
