@@ -146,7 +146,7 @@ def test_layers_with_and_without_a_window_share_a_batch() -> None:
     batch, masks = NestedBatch.build(plan, 1), (AttentionMask(1.0), AttentionMask(1.0, True, 3))
     for mask, num_rounds in (*zip(masks, (4, 2), strict=True),) * 2:
         parts = batch.layout.slices
-        assert len(batch.rounds(parts[0], mask)) == num_rounds
+        assert len(batch.rows(parts[0], mask)) == num_rounds
         steps = batch.steps(parts, Pass.FWD, mask)
         assert len(steps) == 2 * num_rounds + 1
         assert batch.steps(parts, Pass.FWD, mask) is steps

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.plan.chunks import Dealing, even_chunks
+from megatron_nsp.plan.chunks import Dealing, equal_chunks, even_chunks
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.ring_rows import KeyMask
@@ -66,21 +66,22 @@ class Backend(ABC):
         choices: what users call it, one name or more for different numbers of ring members.
         is_native: whether a library runs the whole node, communication and all, out of sight of our
             queue and on accelerators alone.
+        fills_samples: whether samples are filled up to chunks that are equally long, which only a
+            causal mask hides.
         gives_lse: whether the LSE of the output is known, so that both can be kept.
         repeats_heads: whether several ranks may have the same key/value head.
         serves_windows: whether layers may have a sliding window.
         serves_sinks: whether layers may have attention sinks.
-        serves_full_masks: whether layers may have no causal mask.
     """
 
     name: ClassVar[str]
     choices: ClassVar[tuple[str, ...]]
     is_native: ClassVar[bool] = False
+    fills_samples: ClassVar[bool] = False
     gives_lse: ClassVar[bool] = True
     repeats_heads: ClassVar[bool] = True
     serves_windows: ClassVar[bool] = True
     serves_sinks: ClassVar[bool] = True
-    serves_full_masks: ClassVar[bool] = True
 
     @abstractmethod
     def member_counts(self, heads: NodeHeads) -> Mapping[str, tuple[int, ...]]:
@@ -116,7 +117,8 @@ class Backend(ABC):
 
     def deal(self, lengths: IntArray, num_members: int) -> Dealing:
         """Samples of these lengths, dealt to ring members."""
-        return even_chunks(lengths, num_members)
+        deal = equal_chunks if self.fills_samples else even_chunks
+        return deal(lengths, num_members)
 
     def under(self, mask: KeyMask) -> str:
         """The name of the backend that serves a layer with this mask in its place."""

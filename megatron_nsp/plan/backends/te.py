@@ -7,9 +7,8 @@ rank of the node is a member. What it sends is not predicted, and not seen by ou
 from collections.abc import Mapping
 from typing import override
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.backends.base import Backend, NodeHeads
-from megatron_nsp.plan.chunks import Dealing, equal_chunks
+from megatron_nsp.plan.chunks import Dealing
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.ring_rows import KeyMask
 
@@ -23,7 +22,7 @@ class TeRing(Backend):
     gives_lse = False
     serves_windows = False
     serves_sinks = False
-    serves_full_masks = False  # samples are filled up, which only a causal mask hides
+    fills_samples = True
 
     @override
     def member_counts(self, heads: NodeHeads) -> Mapping[str, tuple[int, ...]]:
@@ -37,10 +36,6 @@ class TeRing(Backend):
                 f"{self.name} divides a node among all of its ranks, 2 at least: a node of degree "
                 f"{degree} cannot have {num_members} of them"
             )
-
-    @override
-    def deal(self, lengths: IntArray, num_members: int) -> Dealing:
-        return equal_chunks(lengths, num_members)
 
     @override
     def num_rounds(self, num_members: int) -> int:

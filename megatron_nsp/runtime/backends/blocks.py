@@ -3,6 +3,7 @@
 Made once for a micro-batch and used by every layer and pass.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,15 +12,7 @@ from torch import Tensor
 
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.layout import NodeSlice
-from megatron_nsp.plan.ring_rows import (
-    BlockRows,
-    KeyMask,
-    filled_bounds,
-    filled_rows,
-    gather_blocks,
-    ring_block,
-    seen_keys,
-)
+from megatron_nsp.plan.ring_rows import BlockRows, KeyMask
 from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
 
 
@@ -119,73 +112,18 @@ class Round:
 Rounds = tuple[Round, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Filled:
-    """A native node's samples where all chunks are filled up to the same length.
-
-    Attributes:
-        rows: where this rank's tokens are among its filled-up rows.
-        num_rows: how many these are.
-        samples: bounds of the whole samples, filled up.
-    """
-
-    rows: Rows
-    num_rows: int
-    samples: SampleBounds
-
-    @classmethod
-    def of(cls, part: NodeSlice) -> "Filled":
-        """Of this rank's slice of a native node."""
-        bounds = filled_bounds(part.dealing)
-        num_rows = int(bounds[-1]) // part.num_members
-        return cls(
-            Rows.of(filled_rows(part.dealing, part.member), num_rows),
-            num_rows,
-            SampleBounds(bounds),
-        )
-
-    def fill(self, x: Tensor) -> Tensor:
-        """`[num_rows, ...]` the rank's rows of `x` in their places, zeros elsewhere; a copy."""
-        filled = x.new_zeros(self.num_rows, *x.shape[1:])
-        self.rows.put(filled, x)
-        return filled
-
-
 def key_mask(mask: AttentionMask) -> KeyMask:
     """What planning needs to know of a mask."""
     return KeyMask(mask.is_causal, mask.window_left)
 
 
-def node_rounds(part: NodeSlice, mask: AttentionMask) -> Rounds:
-    """The kernel calls of a rank in each round of a node."""
-    split, streams = part.split.under(key_mask(mask)), part.member_tokens
-    if split.num_members == 1:
-        samples = SampleBounds(part.cu_seqlens)
-        everything = Rows(None, part.stream_tokens)
-        return (Round((Block(everything, everything, samples, mask.is_causal),)),)
-    if split.name == "gather":
-        return Round(), _gather_round(part, mask)
-    rounds = []
-    for number in range(split.num_members):
-        source = (part.member - number) % split.num_members
-        user = (part.member + number) % split.num_members
-        block = ring_block(part.dealing, part.member, source, mask.is_causal)
-        used = ring_block(part.dealing, user, part.member, mask.is_causal).kv_rows
-        calls = _calls((block,), part.stream_tokens, streams[source])
-        rounds.append(Round(calls, (Rows.of(used, part.stream_tokens),) if number else ()))
-    return tuple(rounds)
+def one_round(part: NodeSlice, mask: AttentionMask) -> Rounds:
+    """The rounds of a node with one ring member: a single call on the whole stream."""
+    everything = Rows(None, part.stream_tokens)
+    block = Block(everything, everything, SampleBounds(part.cu_seqlens), mask.is_causal)
+    return (Round((block,)),)
 
 
-def _gather_round(part: NodeSlice, mask: AttentionMask) -> Round:
-    dealing, how, members = part.dealing, key_mask(mask), range(part.num_members)
-    held = [seen_keys(dealing, part.member, source, how) for source in members]
-    counts = tuple(map(len, held))
-    returned = tuple(
-        Rows.of(seen_keys(dealing, user, part.member, how), part.stream_tokens) for user in members
-    )
-    calls = _calls(gather_blocks(dealing, part.member, held, how), part.stream_tokens, sum(counts))
-    return Round(calls, returned, counts)
-
-
-def _calls(blocks: tuple[BlockRows, ...], num_queries: int, num_keys: int) -> tuple[Block, ...]:
+def kernel_calls(blocks: Sequence[BlockRows], num_queries: int, num_keys: int) -> tuple[Block, ...]:
+    """The calls that compute these rows of so many queries and keys; those of nothing left out."""
     return tuple(Block.of(rows, num_queries, num_keys) for rows in blocks if len(rows.q_lengths))
