@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from megatron_nsp.plan.backends import NodeHeads, backend_choices
 from megatron_nsp.plan.heads import is_admissible
-from megatron_nsp.plan.split import NATIVE
+from megatron_nsp.plan.split import possible_splits
 from megatron_nsp.plan.tree import SPTree
 
-BACKENDS = ("auto", "ulysses", "ring", "usp", "gather", *NATIVE)
 OVER_LONG_POLICIES = ("filter", "error")
 DEFAULT_DEGREE = 64
 """Where the default chain of degrees ends if heads do not end it: rings get long."""
@@ -105,7 +105,7 @@ class NSPConfig:
             check_range(flag(name), getattr(self, name), 1, MOST_TOKENS)
         check_range(flag("plan_ahead"), self.plan_ahead, 0)
         check_range(flag("save_budget_gb"), self.save_budget_gb, 0)
-        for name, known in (("over_long", OVER_LONG_POLICIES), ("backend", BACKENDS)):
+        for name, known in (("over_long", OVER_LONG_POLICIES), ("backend", backend_choices())):
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{flag(name)} must be one of {', '.join(known)}, got {value}")
@@ -155,13 +155,6 @@ def check_ranges(args: argparse.Namespace, ranges: Mapping[str, Range]) -> None:
         check_range("--" + name.replace("_", "-"), getattr(args, name), least, most)
 
 
-def _heads_allow(backend: str, degree: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Whether a backend could split heads over `degree` ranks, if it did not split tokens."""
-    if backend == "te-a2a":  # gives no key/value head to several ranks
-        return num_heads % degree == 0 and num_kv_heads % degree == 0
-    return is_admissible(degree, num_heads, num_kv_heads)
-
-
 def build_tree(
     config: NSPConfig, num_ranks: int, num_heads: int | None, num_kv_heads: int | None
 ) -> SPTree:
@@ -188,14 +181,14 @@ def build_tree(
     if num_heads is None or num_kv_heads is None:
         return tree
     served = tuple(
-        d for d in tree.degrees if _heads_allow(config.backend, d, num_heads, num_kv_heads)
+        degree
+        for degree in tree.degrees
+        if possible_splits(config.backend, NodeHeads(degree, num_heads, num_kv_heads))
     )
-    is_default = config.degrees is None and config.max_degree is None
-    if config.backend not in ("ulysses", "te-a2a"):
-        most = max(*served, DEFAULT_DEGREE) if is_default else tree.max_degree
-        return SPTree(num_ranks, tuple(d for d in tree.degrees if d <= most))
-    if is_default:
-        return SPTree(num_ranks, served)
+    if config.degrees is None and config.max_degree is None:
+        divided = (d for d in tree.degrees if is_admissible(d, num_heads, num_kv_heads))
+        most = max(*divided, DEFAULT_DEGREE)
+        return SPTree(num_ranks, tuple(degree for degree in served if degree <= most))
     for degree in tree.degrees:
         if degree not in served:
             raise ValueError(

@@ -2,12 +2,13 @@
 
 import argparse
 
-from megatron_nsp.config import BACKENDS, NSPConfig, Range, build_tree
+from megatron_nsp.config import NSPConfig, Range, build_tree
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.memory import RECOMPUTE_POLICIES, MemoryPlan, token_budget
 from megatron_nsp.cost.models import MODELS, Model, known_model
 from megatron_nsp.cost.profile import Profile, built_in_profiles, load_profile
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.backends import backend_choices
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.steps.lengths import table_names
 
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default="auto",
-        choices=BACKENDS,
+        choices=backend_choices(),
         help="how ranks of a node divide attention; auto: the fastest way (%(default)s)",
     )
     parser.add_argument(

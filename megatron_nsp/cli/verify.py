@@ -5,10 +5,11 @@ import json
 import sys
 from dataclasses import replace
 
-from megatron_nsp.config import BACKENDS, check_ranges
+from megatron_nsp.config import check_ranges
+from megatron_nsp.plan.backends import BACKENDS, OURS, backends_of
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.split import NATIVE, ULYSSES, Split
+from megatron_nsp.plan.split import ULYSSES, Split
 from megatron_nsp.plan.tree import SPTree
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default="ulysses",
-        choices=[name for name in BACKENDS[1:] if name not in NATIVE],
+        choices=[choice for name in OURS for choice in BACKENDS[name].choices],
         help="how the ranks of every node above degree 1 divide attention (%(default)s)",
     )
     parser.add_argument(
@@ -138,11 +139,11 @@ def _split(degree: int, args: argparse.Namespace) -> Split:
         return ULYSSES
     if args.backend == "ring":
         return Split(degree)
-    outer = "gather" if args.backend == "gather" else "ring"
+    (backend,) = backends_of(args.backend)
     if args.ring_degree is not None:
-        return Split(min(args.ring_degree, degree), outer)
+        return Split(min(args.ring_degree, degree), backend.name)
     return next(
-        Split(members, outer)
+        Split(members, backend.name)
         for members in range(2, degree + 1)
         if degree % members == 0 and is_admissible(degree // members, args.heads, args.kv_heads)
     )

@@ -34,14 +34,14 @@ from functools import cached_property
 import numpy as np
 
 from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
-from megatron_nsp.config import BACKENDS
-from megatron_nsp.cost.node_cost import SplitCost, fitted_share, possible_splits, priced_as
+from megatron_nsp.cost.node_cost import SplitCost, fitted_share
 from megatron_nsp.cost.profile import Profile
 from megatron_nsp.cost.score import NodeTimes, PlanScore, SampleTimes, node_numbers
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.backends import NodeHeads, backend_choices
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import CARRIED, Plan
-from megatron_nsp.plan.schedule import Pass
-from megatron_nsp.plan.split import ULYSSES, Split
+from megatron_nsp.plan.split import ULYSSES, Split, possible_splits
 from megatron_nsp.plan.tree import SPTree
 
 RECOMPUTE = ("none", "attention", "full")
@@ -58,7 +58,7 @@ class CostModel:
         profile: what the machine can do.
         shape: what the model needs.
         tree: the SP tree; its degrees are the columns of every `[n, K+1]` array, ascending.
-        backend: how nodes may be split: one of `config.BACKENDS`.
+        backend: how nodes may be split: one of `backend_choices()`.
         recompute: what a backward pass runs again: 'none', 'attention' (with its exchanges), or
             'full' layers.
         recompute_share: share of the layers that it is; whole layers, the first of a stage.
@@ -87,8 +87,8 @@ class CostModel:
             )
         if not 0 <= self.recompute_share <= 1:
             raise ValueError(f"recompute_share must be from 0 to 1, got {self.recompute_share}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"no SP backend {self.backend}, only {', '.join(BACKENDS)}")
+        if self.backend not in backend_choices():
+            raise ValueError(f"no SP backend {self.backend}, only {', '.join(backend_choices())}")
         if self.profile.fitted is not None and self.backend not in ("auto", "ulysses"):
             raise ValueError(
                 f"profile {self.profile.name} holds the times of one model with Ulysses, "
@@ -107,9 +107,9 @@ class CostModel:
         if self.profile.fitted is not None:
             return ((ULYSSES,),) * len(self.tree.degrees)
         together = self.profile.ranks_together(self.shape.stride)
+        heads = self.shape.num_heads, self.shape.num_kv_heads, together
         return tuple(
-            possible_splits(self.backend, degree, self.shape, together)
-            for degree in self.tree.degrees
+            possible_splits(self.backend, NodeHeads(degree, *heads)) for degree in self.tree.degrees
         )
 
     @property
@@ -128,7 +128,7 @@ class CostModel:
 
     def of(self, degree: int, split: Split = ULYSSES) -> SplitCost:
         """What the attention of nodes of this degree costs, split in this way."""
-        key = degree, priced_as(split)
+        key = degree, Split(*split.backend.priced_as(split.num_members))
         if key not in self._split_costs:
             self._split_costs[key] = SplitCost(self.profile, self.shape, *key, self.overlap)
         return self._split_costs[key]

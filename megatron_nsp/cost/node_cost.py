@@ -34,8 +34,7 @@ import numpy as np
 from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cost.profile import ExchangeRate, FittedModel, Profile
 from megatron_nsp.cost.shape import ModelShape
-from megatron_nsp.plan.heads import is_admissible
-from megatron_nsp.plan.schedule import Pass, Phase, num_rounds
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.split import ULYSSES, Split
 
 BWD_ATTENTION_FACTOR = 2.5
@@ -88,65 +87,15 @@ def sent_bytes_per_token(
         split: how they divide attention.
         shape: heads and element size.
     """
-    members, inside = split.ring_degree, degree // split.ring_degree
-    if phase is Phase.EPILOGUE or (phase is Phase.PROLOGUE and number == 0):
+    members, inside = split.num_members, degree // split.num_members
+    if not phase.is_between_members(number):
         return ulysses_sent_bytes(pass_, phase, 1.0 / degree, 1.0 / members, inside, shape)
-    is_sent = phase is Phase.PROLOGUE or (phase is Phase.RETURN and pass_ is Pass.BWD)
-    if not is_sent or not 0 < number < num_rounds(split):
+    if phase not in split.phases(pass_, number):
         return 0.0
-    times = members - 1 if split.outer == "gather" else 1
     kv_heads = max(shape.num_kv_heads // inside, 1)
     width = kv_heads * (shape.head_dim + shape.value_dim)
-    return times / members * width * shape.bytes_per_element
-
-
-def possible_splits(
-    backend: str, degree: int, shape: ModelShape, together: int
-) -> tuple[Split, ...]:
-    """The ways in which a backend may split a node; none if it cannot serve the degree.
-
-    USP has as many ranks in a member as heads allow, of one host where the node is on several.
-
-    Args:
-        backend: 'ulysses', 'ring', 'usp', 'gather', 'auto' for all of these, 'te-p2p' or 'te-a2a'.
-        degree: ranks of the node.
-        shape: the heads.
-        together: ranks of the domain on one host.
-    """
-    if degree == 1:
-        return (ULYSSES,)
-    is_inside = degree <= together and together % degree == 0
-    inner = [
-        ranks
-        for ranks in range(1, degree + 1)
-        if degree % ranks == 0
-        and (is_inside or together % ranks == 0)
-        and is_admissible(ranks, shape.num_heads, shape.num_kv_heads)
-    ]
-    divides = shape.num_heads % degree == 0 and shape.num_kv_heads % degree == 0
-    ulysses = [ULYSSES] * is_admissible(degree, shape.num_heads, shape.num_kv_heads)
-    proper = degree // max(ranks for ranks in inner if ranks < degree)
-    choices = {
-        "ulysses": ulysses,
-        "ring": [Split(degree)],
-        "usp": [Split(degree // max(inner))],
-        "gather": [Split(proper, "gather"), Split(degree, "gather")],
-        "te-p2p": [Split(degree, "te-p2p")],
-        "te-a2a": [Split(degree, "te-a2a")] * divides,
-    }
-    choices["auto"] = [*ulysses, Split(proper), Split(degree), *choices["gather"]]
-    return tuple(dict.fromkeys(choices[backend]))
-
-
-def priced_as(split: Split) -> Split:
-    """The split whose times stand for a split.
-
-    Transformer Engine's ring and Ulysses move what ours move, but for the rows that fill samples
-    up, which are not counted.
-    """
-    if split.outer == "te-a2a":
-        return ULYSSES
-    return Split(split.ring_degree) if split.is_native else split
+    peers = split.backend.num_peers(members)
+    return peers / members * width * shape.bytes_per_element
 
 
 @dataclass(frozen=True)
@@ -169,15 +118,15 @@ class SplitCost:
     overlap: bool = True
     hides_transfers: bool = False
 
-    @property
+    @cached_property
     def num_calls(self) -> int:
         """Rounds with a kernel call, of equal work."""
-        return 1 if self.split.outer == "gather" else self.split.ring_degree
+        return sum(self.has_call(number) for number in range(self.split.num_rounds))
 
     def has_call(self, number: int) -> bool:
-        """Whether a round has a kernel call: where keys are gathered, the last alone."""
-        rounds = num_rounds(self.split)
-        return number < rounds and (self.num_calls == rounds or number == rounds - 1)
+        """Whether there is such a round, with a kernel call."""
+        split = self.split
+        return number < split.num_rounds and split.backend.has_call(number, split.num_members)
 
     def round_us(self, lengths: IntArray, pass_: Pass) -> FloatArray:
         """`[n]` compute time of each sample in one of the rounds."""
@@ -194,7 +143,7 @@ class SplitCost:
         pairs = shape.square_tokens(tokens)
         kernel_us = pairs * (flops_per_pair * 1e6 / rates / self.degree / calls)
         merged = self.profile.merged_elements_per_s
-        if self.split.ring_degree == 1 or merged is None:
+        if self.split.num_members == 1 or merged is None:
             return kernel_us
         elements = shape.num_layers * shape.num_heads * shape.value_dim / self.degree
         return kernel_us + tokens * (elements * 1e6 / merged)
@@ -219,7 +168,9 @@ class SplitCost:
             sent = share * self.profile.fitted.exchange_bytes_per_token / self.degree
         else:
             # What members see of one another's keys in a window is next to nothing.
-            layers = self.shape.num_layers - (self.shape.num_windowed_layers if number else 0)
+            layers = self.shape.num_layers
+            if phase.is_between_members(number):
+                layers -= self.shape.num_windowed_layers
             sent = layers * sent_bytes_per_token(
                 pass_, phase, number, self.degree, self.split, self.shape
             )
@@ -235,14 +186,12 @@ class SplitCost:
 
     def _rate(self, phase: Phase, number: int) -> ExchangeRate | None:
         """The rate of an exchange; None where nothing is sent."""
-        is_inside = phase is Phase.EPILOGUE or (phase is Phase.PROLOGUE and number == 0)
-        if is_inside:
-            inside = self.degree // self.split.ring_degree
-            stride = self.shape.stride
-            return self.profile.exchange_rate("ulysses", inside, stride) if inside > 1 else None
-        if not 0 < number < num_rounds(self.split):
-            return None
-        return self.profile.members_rate(self.split, self.degree, self.shape.stride)
+        stride, num_rounds = self.shape.stride, self.split.num_rounds
+        if phase.is_between_members(number):
+            is_sent = 0 < number < num_rounds
+            return self.profile.members_rate(self.split, self.degree, stride) if is_sent else None
+        inside = self.degree // self.split.num_members
+        return self.profile.exchange_rate("ulysses", inside, stride) if inside > 1 else None
 
     @cached_property
     def latency_us(self) -> float:
@@ -262,7 +211,7 @@ class SplitCost:
         us_per_token = self.exchange_us_per_token(pass_, Phase.PROLOGUE)
         us_per_token += self.exchange_us_per_token(pass_, Phase.EPILOGUE)
         total_us: FloatArray = self.num_calls * round_us + tokens * us_per_token
-        if self.split.ring_degree > 1 and not self.hides_transfers:
+        if self.split.num_members > 1 and not self.hides_transfers:
             exposed_us = self._exposed_us(pass_, round_us, tokens)
             total_us = total_us + np.where(tokens > 0, exposed_us, 0.0)
         return total_us
@@ -274,10 +223,8 @@ class SplitCost:
             + tokens * self.exchange_us_per_token(pass_, phase, 1)
             for phase in (Phase.PROLOGUE, Phase.RETURN)
         )
-        rounds, is_bwd = num_rounds(self.split), pass_ is Pass.BWD
-        if self.split.outer == "gather":
-            return there_us + back_us * is_bwd
-        if not self.overlap:
+        rounds, is_bwd = self.split.num_rounds, pass_ is Pass.BWD
+        if not (self.overlap and self.has_call(0)):  # no kernel runs before all keys are there
             return (rounds - 1) * (there_us + back_us * is_bwd)
         # Of round r the keys go forth under round r - 1; their gradients go back under round r + 1.
         num_back = max(rounds - 2, 0) if is_bwd else 0

@@ -138,31 +138,30 @@ class Profile:
     def members_rate(self, split: Split, degree: int, stride: int = 1) -> ExchangeRate:
         """What an exchange between the ring members of a node does.
 
-        A ring measured at this degree counts for any number of members, gathering for as many as
-        ranks. Otherwise the rate follows from what all ranks of the node exchange with one another:
-        inside a host every byte is as fast. Across hosts (d - h) of the d - 1 parts that a rank
-        sends leave its host; a ring lasts as long as its slowest neighbours, which are on two
-        hosts; and of R members that gather keys b are on one host:
-
-            ring     rate of all ranks * (d - h) / (d - 1), the rate between hosts
-            gather   (R - 1) / (R - b) times that
+        What was measured at this degree, with as many members as ranks, counts for any number of
+        members to which each sends to as many others. Otherwise the rate follows from what all
+        ranks of the node exchange with one another: inside a host every byte is as fast. Across
+        hosts d - h of the d - 1 parts that a rank sends leave its host, so the rate between hosts
+        is (d - h) / (d - 1) times that. A member that sends to p others has b - 1 of them beside
+        it, but one elsewhere at least, as the slowest neighbours of a ring have: what it sends goes
+        at p / (p + 1 - b) times the rate between hosts.
 
         Args:
             split: how the node divides attention; at least two members.
             degree: ranks of the node.
             stride: GPUs from one rank of the node to the next.
         """
-        members, beside = split.ring_degree, self._beside(degree, stride)
-        measured = self.exchanges.get(split.outer, {}).get(degree)
-        if measured is not None and (split.outer == "ring" or members == degree):
+        members, beside = split.num_members, self._beside(degree, stride)
+        peers = split.backend.num_peers(members)
+        measured = self.exchanges.get(split.name, {}).get(degree)
+        if measured is not None and peers == split.backend.num_peers(degree):
             return measured
         whole = measured or self.exchange_rate("ulysses", degree, stride)
         if beside == degree:
             return whole
         rate = whole.bytes_per_s * (degree - beside) / (degree - 1)
-        if split.outer == "gather":
-            near = self._beside(members, stride * (degree // members))
-            rate *= (members - 1) / (members - min(near, members - 1))
+        near = self._beside(members, stride * (degree // members))
+        rate *= peers / (peers + 1 - min(near, peers))
         return ExchangeRate(rate, whole.latency_us)
 
     def ranks_together(self, stride: int) -> int:

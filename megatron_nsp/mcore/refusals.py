@@ -19,7 +19,7 @@ from megatron.core.models.backends import HAVE_APEX
 from megatron_nsp.mcore.cpu.args import CPU_ARGS, CpuArgument
 from megatron_nsp.mcore.layers import ATTENTION_LAYERS, LAYERS
 from megatron_nsp.mcore.refusal import Refusal, Values
-from megatron_nsp.plan.split import NATIVE
+from megatron_nsp.plan.backends import backends_of
 from megatron_nsp.runtime.kernels import AttentionKernel
 
 
@@ -429,13 +429,19 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "--nsp-backend",
-            lambda nsp_backend, softmax_type: nsp_backend in NATIVE and softmax_type != "vanilla",
+            lambda nsp_backend, softmax_type: (
+                softmax_type != "vanilla"
+                and not any(backend.serves_sinks for backend in backends_of(nsp_backend))
+            ),
             "--nsp-backend {nsp_backend} serves no attention sinks: --softmax-type {softmax_type}",
             "Transformer Engine's context parallelism takes no sink",
         ),
         Refusal(
             "--nsp-backend",
-            lambda nsp_backend, window_size: nsp_backend == "te-p2p" and window_size is not None,
+            lambda nsp_backend, window_size: (
+                window_size is not None
+                and not any(backend.serves_windows for backend in backends_of(nsp_backend))
+            ),
             "--nsp-backend {nsp_backend} has no sliding window: --window-size {window_size}",
             "Transformer Engine's ring takes no window",
         ),

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from megatron_nsp.config import BACKENDS
+from megatron_nsp.plan.backends import backend_choices
 from megatron_nsp.plan.saving import NOTHING_SAVED
 from megatron_nsp.steps.step_planner import PlannedStep
 
@@ -84,12 +84,12 @@ def degree_shares(step: PlannedStep) -> str:
 
 def backend_counts(step: PlannedStep) -> str:
     """How many nodes above degree 1 each backend has, for example `ulysses: 3, ring: 1`."""
-    plan, counts = step.plan, dict.fromkeys(BACKENDS[1:], 0)
+    plan, counts = step.plan, dict.fromkeys(backend_choices()[1:], 0)
     for micro_batch in range(plan.num_micro_batches):
         for node in plan.active_nodes(micro_batch):
             degree = plan.tree.degree(node)
             if degree > 1:
-                counts[plan.split_of(node, micro_batch).backend(degree)] += 1
+                counts[plan.split_of(node, micro_batch).label(degree)] += 1
     return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
 
 

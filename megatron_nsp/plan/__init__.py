@@ -1,10 +1,13 @@
 """What runs where, as values: trees, plans, layouts, schedules, bytes and marks. No torch.
 
-tree, heads, split    the nodes of a domain, and how one of them divides attention
+tree, heads           the nodes of a domain, and which heads divide
+chunks, ring_rows     how ring members share samples, and which keys each of them meets
+backends, split       the ways of dividing attention, and the one that a node takes
 plan                  which node and micro-batch each sample runs in
-layout, ring_rows     which tokens a rank holds under a plan, and which keys it meets
+layout                which tokens a rank holds under a plan
 static_layout         the same for a loader that knows no plan, and the way over
-schedule, order       the phases of a rank's nodes in issue order
+phases, schedule      what a rank's nodes do in a pass, in issue order
+order                 which node goes first
 traffic               what every exchange sends, in closed form
 saving                which samples keep their attention output
 """

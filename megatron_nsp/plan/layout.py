@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.chunks import Dealing
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.split import Split, chunk_starts, member_tokens, rank_bounds
+from megatron_nsp.plan.split import Split, rank_bounds
 from megatron_nsp.plan.tree import Node
 
 
@@ -62,27 +63,32 @@ class NodeSlice:
     @property
     def degree(self) -> int:
         """Ranks of the node (d)."""
-        return self.ring_degree * self.ulysses_degree
+        return self.num_members * self.member_ranks
 
     @property
-    def ring_degree(self) -> int:
+    def num_members(self) -> int:
         """Ring members of the node (R)."""
         return len(self.bounds)
 
     @property
-    def ulysses_degree(self) -> int:
+    def member_ranks(self) -> int:
         """Ranks of a ring member (u)."""
         return int(self.bounds.shape[1]) - 1
 
     @property
     def member(self) -> int:
         """The ring member that this rank belongs to."""
-        return self.rank_in_node // self.ulysses_degree
+        return self.rank_in_node // self.member_ranks
 
     @property
     def rank_in_member(self) -> int:
         """This rank's place in its ring member."""
-        return self.rank_in_node % self.ulysses_degree
+        return self.rank_in_node % self.member_ranks
+
+    @cached_property
+    def dealing(self) -> Dealing:
+        """The node's samples in the chunks of its ring members."""
+        return self.split.deal(self.lengths)
 
     @cached_property
     def rank_tokens(self) -> tuple[int, ...]:
@@ -116,10 +122,10 @@ class NodeSlice:
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs of samples in this rank's slice, in buffer order; none of them is empty."""
-        chunks = chunk_starts(self.lengths, self.split)
-        ends = self.member, 2 * self.ring_degree - 1 - self.member
+        chunks = self.dealing.starts
+        ends = self.member, 2 * self.num_members - 1 - self.member
         places = [(chunks[c], chunks[c + 1]) for c in ends]
-        if self.ring_degree == 1:  # the two halves of a sample are one run
+        if self.num_members == 1:  # the two halves of a sample are one run
             places = [(chunks[0], chunks[2])]
         runs = np.stack([np.stack(place) for place in places], axis=2).reshape(2, -1)
         samples = np.repeat(self.samples, len(places))
@@ -145,7 +151,7 @@ class NodeSlice:
         return self._rests[num_samples]
 
     def _rest(self, num_samples: int) -> "NodeSlice":
-        gone = member_tokens(self.lengths[:num_samples], self.split).sum(axis=1)
+        gone = self.dealing.tokens[:, :num_samples].sum(axis=1)
         bounds = np.maximum(self.bounds - gone[:, None], 0)
         left = int(np.diff(bounds[self.member, self.rank_in_member :][:2])[0])
         return replace(

@@ -20,7 +20,7 @@ nodes in all of their lists. Where depths 0, 1, 2 are active that leaves
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_nsp.plan.schedule import Pass
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.tree import Node, SPTree
 
 Order = tuple[int, ...]

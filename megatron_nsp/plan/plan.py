@@ -159,8 +159,8 @@ class Plan:
     def backend_of(self, node: Node, micro_batch: int = 0) -> str:
         """What divides attention among the ranks of `node`, for people: for example `usp 2x4`."""
         split, degree = self.split_of(node, micro_batch), self.tree.degree(node)
-        sizes = f" {split.ring_degree}x{degree // split.ring_degree}"
-        return split.backend(degree) + (sizes if split != ULYSSES else "")
+        sizes = f" {split.num_members}x{degree // split.num_members}"
+        return split.label(degree) + (sizes if split != ULYSSES else "")
 
     def active_nodes(self, micro_batch: int = 0) -> tuple[Node, ...]:
         """The nodes that hold at least one sample, roots first."""
@@ -229,8 +229,8 @@ class Plan:
         """
         for micro_batch, node in self._streams:
             split, degree = self.split_of(node, micro_batch), self.tree.degree(node)
-            split.check_heads(degree, num_heads, num_kv_heads)
-            inside = degree // split.ring_degree
+            split.backend.check_heads(degree, num_heads, num_kv_heads)
+            inside = degree // split.num_members
             if not is_admissible(inside, num_heads, num_kv_heads):
                 raise ValueError(
                     f"node {self.tree.label(node)} cannot split {num_heads} query and "

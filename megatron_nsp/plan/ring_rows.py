@@ -1,6 +1,6 @@
 """Which queries attend to which keys in each round of a node with ring members, as index maths.
 
-A member's stream holds, sample by sample, a head and a tail chunk (`split.py`). With a causal mask
+A member's stream holds, sample by sample, a head and a tail chunk (`chunks.py`). With a causal mask
 
     its own keys          every query, causal within the member's rows: they are in order
     an earlier member's   every query, all keys of the head chunks (the tail lies behind)
@@ -25,8 +25,19 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.plan.layout import NodeSlice
-from megatron_nsp.plan.split import chunk_starts, chunk_tokens, head_and_tail_tokens
+from megatron_nsp.plan.chunks import Dealing, chunk_rows
+
+
+class KeyMask(NamedTuple):
+    """Which keys of its sample a query sees.
+
+    Attributes:
+        is_causal: none behind itself; otherwise all.
+        window_left: most tokens before itself that it sees; None = all.
+    """
+
+    is_causal: bool = True
+    window_left: int | None = None
 
 
 class BlockRows(NamedTuple):
@@ -72,88 +83,80 @@ def _block(
     )
 
 
-def ring_block(part: NodeSlice, q_member: int, kv_member: int, is_causal: bool) -> BlockRows:
+def ring_block(dealing: Dealing, q_member: int, kv_member: int, is_causal: bool) -> BlockRows:
     """What the queries of one member compute with the keys of another.
 
     Args:
-        part: a slice of the node.
+        dealing: the node's samples.
         q_member: the member whose queries they are.
         kv_member: the member whose keys they are; rows count from the start of its stream.
         is_causal: whether the mask is causal.
     """
-    heads, tails = head_and_tail_tokens(part.lengths, part.split)
-    both = heads + tails
-    q_lengths, q_starts = both[q_member], np.cumsum(both[q_member]) - both[q_member]
-    kv_lengths, kv_starts = both[kv_member], np.cumsum(both[kv_member]) - both[kv_member]
+    heads, tokens, rows = dealing.heads, dealing.tokens, dealing.first_rows
+    q_lengths, q_starts = tokens[q_member], rows[q_member]
+    kv_lengths, kv_starts = tokens[kv_member], rows[kv_member]
     if is_causal and kv_member < q_member:
         kv_lengths = heads[kv_member]
     elif is_causal and kv_member > q_member:
-        q_starts, q_lengths = q_starts + heads[q_member], tails[q_member]
+        q_starts, q_lengths = q_starts + heads[q_member], dealing.tails[q_member]
     return _block(q_starts, q_lengths, kv_starts, kv_lengths, is_causal and q_member == kv_member)
 
 
 def gather_blocks(
-    part: NodeSlice, held: Sequence[IntArray], is_causal: bool, window_left: int | None
+    dealing: Dealing, member: int, held: Sequence[IntArray], mask: KeyMask
 ) -> tuple[BlockRows, ...]:
-    """What this rank's member computes once it holds the keys that it sees of all members.
+    """What a member computes once it holds the keys that it sees of all members.
 
     Key rows count in what is held of members 0..R-1, one after the other. No row of a call comes
     twice, so gradients of keys are added up in a fixed order, call by call.
 
     Args:
-        part: this rank's slice of the node.
+        dealing: the node's samples.
+        member: the member.
         held: the `seen_keys` of each member.
-        is_causal: whether the mask is causal.
-        window_left: most tokens before itself that a token sees; None = all.
+        mask: the layer's mask.
     """
-    heads, tails = head_and_tail_tokens(part.lengths, part.split)
-    row_of = _held_rows(part, held)[gathered_rows(part)]
-    first = part.cu_seqlens[:-1]
-    both = (heads + tails)[part.member]
-    q_starts = np.cumsum(both) - both
-    if not is_causal:
-        block = _block(q_starts, both, first, part.lengths, False)
+    row_of = _held_rows(dealing, held)[gathered_rows(dealing)]
+    first = np.cumsum(dealing.lengths) - dealing.lengths
+    heads, q_starts = dealing.heads[member], dealing.first_rows[member]
+    if not mask.is_causal:
+        block = _block(q_starts, dealing.tokens[member], first, dealing.lengths, False)
         return (block._replace(kv_rows=row_of[block.kv_rows]),)
-    chunks = chunk_starts(part.lengths, part.split)
+    chunks = dealing.starts
     blocks = []
     for place, starts, lengths in (
-        (part.member, q_starts, heads[part.member]),
-        (2 * part.ring_degree - 1 - part.member, q_starts + heads[part.member], tails[part.member]),
+        (member, q_starts, heads),
+        (2 * dealing.num_members - 1 - member, q_starts + heads, dealing.tails[member]),
     ):
         from_ = np.zeros_like(first)
-        if window_left is not None:
-            from_ = np.maximum(chunks[place] - window_left, 0)
+        if mask.window_left is not None:
+            from_ = np.maximum(chunks[place] - mask.window_left, 0)
         block = _block(starts, lengths, first + from_, chunks[place + 1] - from_, True)
         blocks.append(block._replace(kv_rows=row_of[block.kv_rows]))
     return tuple(blocks)
 
 
-def seen_keys(
-    part: NodeSlice, user: int, source: int, is_causal: bool, window_left: int | None
-) -> IntArray:
+def seen_keys(dealing: Dealing, user: int, source: int, mask: KeyMask) -> IntArray:
     """Rows of one member's keys that the queries of another see, in order; all of its own.
 
     Args:
-        part: a slice of the node.
+        dealing: the node's samples.
         user: the member whose queries they are.
         source: the member whose keys they are; rows count from the start of its stream.
-        is_causal: whether the mask is causal.
-        window_left: most tokens before itself that a token sees; None = all.
+        mask: the layer's mask.
     """
-    heads, tails = head_and_tail_tokens(part.lengths, part.split)
-    both = heads + tails
-    row = np.cumsum(both[source]) - both[source]
+    tokens, row = dealing.tokens, dealing.first_rows[source]
     if user == source:
-        return np.arange(int(both[source].sum()))
-    if not is_causal:
-        return _runs(row, np.where(both[user] > 0, both[source], 0))
-    chunks, last = chunk_starts(part.lengths, part.split), 2 * part.ring_degree - 1
+        return np.arange(dealing.member_tokens[source])
+    if not mask.is_causal:
+        return _runs(row, np.where(tokens[user] > 0, tokens[source], 0))
+    chunks, last = dealing.starts, 2 * dealing.num_members - 1
     starts, lengths = [], []
-    for chunk, first_row in ((source, row), (last - source, row + heads[source])):
+    for chunk, first_row in ((source, row), (last - source, row + dealing.heads[source])):
         from_ = chunks[chunk + 1]
         for place in (user, last - user):
             if place > chunk:
-                seen_from = 0 if window_left is None else chunks[place] - window_left
+                seen_from = 0 if mask.window_left is None else chunks[place] - mask.window_left
                 has_queries = chunks[place + 1] > chunks[place]
                 from_ = np.where(has_queries, np.minimum(from_, seen_from), from_)
         from_ = np.maximum(from_, chunks[chunk])
@@ -162,25 +165,25 @@ def seen_keys(
     return _runs(np.stack(starts, axis=1).reshape(-1), np.stack(lengths, axis=1).reshape(-1))
 
 
-def _held_rows(part: NodeSlice, held: Sequence[IntArray]) -> IntArray:
-    """Row in what this rank's member holds of each row of all streams in turn; -1 if it is not."""
-    starts = np.cumsum(part.member_tokens) - part.member_tokens
+def _held_rows(dealing: Dealing, held: Sequence[IntArray]) -> IntArray:
+    """Row in what a member holds of each row of all streams in turn; -1 if it is not there."""
+    starts = np.cumsum(dealing.member_tokens) - dealing.member_tokens
     all_rows = np.concatenate([rows + start for rows, start in zip(held, starts, strict=True)])
-    rows = np.full(sum(part.member_tokens), -1, dtype=np.int64)
+    rows = np.full(sum(dealing.member_tokens), -1, dtype=np.int64)
     rows[all_rows] = np.arange(len(all_rows))
     return rows
 
 
-def gathered_rows(part: NodeSlice) -> IntArray:
+def gathered_rows(dealing: Dealing) -> IntArray:
     """`[tokens of the node]` row of each token among the streams of members 0..R-1 in turn.
 
     Tokens count sample by sample, each in its own order.
     """
-    chunks = chunk_starts(part.lengths, part.split) + part.cu_seqlens[:-1]
-    rows = np.empty(int(part.cu_seqlens[-1]), dtype=np.int64)
+    chunks = dealing.starts + np.cumsum(dealing.lengths) - dealing.lengths
+    rows = np.empty(int(dealing.lengths.sum()), dtype=np.int64)
     start = 0
-    for member in range(part.ring_degree):
-        tail = 2 * part.ring_degree - 1 - member
+    for member in range(dealing.num_members):
+        tail = 2 * dealing.num_members - 1 - member
         ends = np.stack([chunks[[member, tail]], chunks[[member + 1, tail + 1]]])  # [2, 2, n]
         starts, stops = ends.transpose(0, 2, 1).reshape(2, -1)  # head and tail of each sample
         tokens = _runs(starts, stops - starts)
@@ -189,16 +192,16 @@ def gathered_rows(part: NodeSlice) -> IntArray:
     return rows
 
 
-def filled_rows(part: NodeSlice) -> IntArray:
-    """`[own tokens]` row of each of this member's tokens where all chunks are filled up."""
-    heads, tails = head_and_tail_tokens(part.lengths, part.split)
-    chunks = chunk_tokens(part.lengths, part.ring_degree)
+def filled_rows(dealing: Dealing, member: int) -> IntArray:
+    """`[own tokens]` row of each of a member's tokens where all chunks are filled up."""
+    chunks = chunk_rows(dealing.lengths, dealing.num_members)
     starts = 2 * (np.cumsum(chunks) - chunks)
     halves = np.stack([starts, starts + chunks], axis=1)
-    return _runs(halves.reshape(-1), np.stack([heads, tails], axis=2)[part.member].reshape(-1))
+    tokens = np.stack([dealing.heads[member], dealing.tails[member]], axis=1)
+    return _runs(halves.reshape(-1), tokens.reshape(-1))
 
 
-def filled_bounds(part: NodeSlice) -> IntArray:
+def filled_bounds(dealing: Dealing) -> IntArray:
     """`[num_samples + 1]` where each sample starts in the node's filled-up samples, and the end."""
-    chunks = chunk_tokens(part.lengths, part.ring_degree)
-    return np.concatenate([[0], np.cumsum(2 * part.ring_degree * chunks)])
+    rows = 2 * dealing.num_members * chunk_rows(dealing.lengths, dealing.num_members)
+    return np.concatenate([[0], np.cumsum(rows)])

@@ -22,7 +22,7 @@ from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.heads import HeadShape
 from megatron_nsp.plan.layout import NodeSlice
 from megatron_nsp.plan.plan import CARRIED, Plan
-from megatron_nsp.plan.split import Split, member_tokens, rank_bounds
+from megatron_nsp.plan.split import Split, rank_bounds
 from megatron_nsp.plan.tree import Node
 
 
@@ -86,11 +86,11 @@ class KeptOutput:
             degree: ranks of the node.
             split: how they divide attention.
         """
-        ends = np.cumsum(member_tokens(lengths, split), axis=1)
+        ends = np.cumsum(split.deal(lengths).tokens, axis=1)
         ends = np.pad(ends, ((0, 0), (1, 0)))[:, None, :]  # [R, 1, n + 1] in the member's stream
         bounds = rank_bounds(lengths, degree, split)[:, :, None]
         rows = np.clip(ends, bounds[:, :-1], bounds[:, 1:]) - bounds[:, :-1]  # [R, u, n + 1]
-        own_heads = self.num_heads // (degree // split.ring_degree)
+        own_heads = self.num_heads // (degree // split.num_members)
         layer_bytes = rows * self.row_bytes + ends * (own_heads * self.lse_bytes)
         kept: IntArray = self.num_layers * layer_bytes.reshape(degree, -1)
         return kept
@@ -108,8 +108,8 @@ def mark_saved(plan: Plan, output: KeptOutput, budget_bytes: float) -> SavedSamp
     for micro_batch in range(plan.num_micro_batches):
         held = np.zeros(plan.tree.num_ranks, dtype=np.int64)
         for node in plan.active_nodes(micro_batch):
-            if plan.split_of(node, micro_batch).is_native:
-                continue  # Transformer Engine keeps its LSE to itself
+            if not plan.split_of(node, micro_batch).backend.gives_lse:
+                continue
             ranks = plan.tree.ranks(node)
             own = held[ranks.start : ranks.stop, None]
             total = own + _of_node(plan, micro_batch, node, output)
@@ -154,9 +154,9 @@ def unrecomputed_bytes(
         element_bytes: size of an element of q, k, v and the output.
         lse_bytes: size of an element of the LSE.
     """
-    own_q = heads.num_heads // part.ulysses_degree
-    own_kv = max(heads.num_kv_heads // part.ulysses_degree, 1)
+    own_q = heads.num_heads // part.member_ranks
+    own_kv = max(heads.num_kv_heads // part.member_ranks, 1)
     width = own_q * heads.head_dim + own_kv * (heads.head_dim + heads.value_dim)
-    if part.ulysses_degree > 1:
+    if part.member_ranks > 1:
         width += own_q * heads.value_dim
     return part.stream_tokens * (width * element_bytes + own_q * lse_bytes)

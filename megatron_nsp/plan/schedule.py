@@ -31,35 +31,11 @@ next prologue is issued behind it.
 """
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import NamedTuple
 
+from megatron_nsp.plan.phases import Pass, Phase, Queue
 from megatron_nsp.plan.split import ULYSSES, Split
 from megatron_nsp.plan.tree import Node
-
-
-class Pass(Enum):
-    """Direction of a pass through the attention of a layer."""
-
-    FWD = "fwd"
-    BWD = "bwd"
-
-
-class Phase(Enum):
-    """One of the phases of a node in a pass."""
-
-    PROLOGUE = "prologue"
-    COMPUTE = "compute"
-    RETURN = "return"
-    EPILOGUE = "epilogue"
-    NATIVE = "native"
-
-
-class Queue(Enum):
-    """Where a step runs."""
-
-    COMPUTE = "compute"
-    COMMUNICATION = "communication"
 
 
 class Step(NamedTuple):
@@ -72,18 +48,13 @@ class Step(NamedTuple):
 
     @property
     def queue(self) -> Queue:
-        """The queue that runs the phase; a native one has the communication queue empty."""
-        is_compute = self.phase in (Phase.COMPUTE, Phase.NATIVE)
-        return Queue.COMPUTE if is_compute else Queue.COMMUNICATION
+        """The queue that runs the step."""
+        return self.phase.queue
 
-
-def num_rounds(split: Split) -> int:
-    """Compute phases of a node: one for each ring member, two where keys are gathered at once."""
-    if split.is_native:
-        return 1
-    if split.outer == "gather":
-        return min(split.ring_degree, 2)
-    return split.ring_degree
+    @property
+    def is_between_members(self) -> bool:
+        """Whether the step meets other ring members, rather than the ranks of its own."""
+        return self.phase.is_between_members(self.round)
 
 
 def build_schedule(
@@ -101,48 +72,41 @@ def build_schedule(
         overlap: stream the phases of consecutive nodes; otherwise finish a node before the next.
         splits: how nodes divide attention; a node that is not there: Ulysses.
     """
-    rounds = [(node, r) for node in path for r in range(num_rounds(_split(node, splits)))]
+    split_of = {node: (splits or {}).get(node, ULYSSES) for node in path}
+    rounds = [
+        (node, number, split.phases(pass_, number))
+        for node, split in split_of.items()
+        for number in range(split.num_rounds)
+    ]
     steps: list[Step] = []
     num_issued = 0  # rounds whose prologue is in the list
-    for place, (node, number) in enumerate(rounds):
-        if _split(node, splits).is_native:
-            steps.append(Step(pass_, node, Phase.NATIVE))
-            num_issued = place + 1
-            continue
-        for following, its_number in rounds[num_issued : place + (2 if overlap else 1)]:
-            if _split(following, splits).is_native:
+    for place, (node, number, phases) in enumerate(rounds):
+        for following, its_number, its_phases in rounds[num_issued : place + (2 if overlap else 1)]:
+            if Phase.PROLOGUE not in its_phases:
                 break
             steps.append(Step(pass_, following, Phase.PROLOGUE, its_number))
             num_issued += 1
-        steps.append(Step(pass_, node, Phase.COMPUTE, number))
-        if pass_ is Pass.BWD and number:
-            steps.append(Step(pass_, node, Phase.RETURN, number))
-        if number == num_rounds(_split(node, splits)) - 1:
-            steps.append(Step(pass_, node, Phase.EPILOGUE))
+        num_issued = max(num_issued, place + 1)
+        for phase in phases:
+            if phase is not Phase.PROLOGUE:
+                # There is one epilogue, whatever round it comes after.
+                steps.append(Step(pass_, node, phase, 0 if phase is Phase.EPILOGUE else number))
     return tuple(steps)
-
-
-def _split(node: Node, splits: Mapping[Node, Split] | None) -> Split:
-    return splits.get(node, ULYSSES) if splits else ULYSSES
 
 
 def communicates(step: Step, degree: int, split: Split = ULYSSES) -> bool:
     """Whether a step puts a collective on the network.
 
-    First prologues and epilogues are among the ranks of a ring member, the rest between members; an
-    exchange of a rank with itself alone sends nothing. A native step counts as one collective.
+    An exchange of a rank with itself alone sends nothing. A native step counts as one collective.
 
     Args:
         step: the step.
         degree: ranks of its node.
         split: how they divide attention.
     """
-    if step.phase is Phase.NATIVE:
-        return degree > 1
-    if step.queue is Queue.COMPUTE:
+    if step.phase is Phase.COMPUTE:
         return False
-    is_inside = step.phase is Phase.EPILOGUE or step.round == 0
-    return (degree // split.ring_degree if is_inside else split.ring_degree) > 1
+    return (split.num_members if step.is_between_members else degree // split.num_members) > 1
 
 
 def collectives(

@@ -17,19 +17,13 @@ elements:
 
 from megatron_nsp.plan.heads import HeadShape
 from megatron_nsp.plan.layout import NodeSlice
-from megatron_nsp.plan.ring_rows import ring_block, seen_keys
-from megatron_nsp.plan.schedule import Pass, Phase, Step
-from megatron_nsp.plan.split import Split
+from megatron_nsp.plan.phases import Pass, Phase
+from megatron_nsp.plan.ring_rows import KeyMask
+from megatron_nsp.plan.schedule import Step
 
 
 def sent_elements(
-    step: Step,
-    part: NodeSlice,
-    heads: HeadShape,
-    split: Split,
-    is_causal: bool = True,
-    window_left: int | None = None,
-    num_saved: int = 0,
+    step: Step, part: NodeSlice, heads: HeadShape, mask: KeyMask | None = None, num_saved: int = 0
 ) -> int:
     """Elements that a rank sends to others in one step of one layer; 0 for compute.
 
@@ -37,35 +31,25 @@ def sent_elements(
         step: the step.
         part: the rank's slice of the node, of the samples that the pass runs.
         heads: the layer's heads.
-        split: how the node divides attention under the layer's mask.
-        is_causal: whether the mask is causal.
-        window_left: most tokens before itself that a token sees; None = all.
+        mask: the layer's mask; a causal one by default.
         num_saved: samples at the head of the stream whose output was kept; counts in backward.
     """
-    assert step.phase is not Phase.NATIVE, "what Transformer Engine sends is not predicted"
-    own_q = heads.num_heads // part.ulysses_degree
-    own_kv = max(heads.num_kv_heads // part.ulysses_degree, 1)
+    mask = mask or KeyMask()
+    own_q = heads.num_heads // part.member_ranks
+    own_kv = max(heads.num_kv_heads // part.member_ranks, 1)
     kv_width = own_kv * (heads.head_dim + heads.value_dim)
     qkv_width = own_q * heads.head_dim + kv_width
     out_width = own_q * heads.value_dim
-    others_inside = part.ulysses_degree - 1
     if step.phase is Phase.COMPUTE:
         return 0
+    if step.is_between_members:
+        backend = part.split.under(mask).backend
+        rows = backend.gradients_sent if step.phase is Phase.RETURN else backend.keys_sent
+        return rows(part.dealing, part.member, step.round, mask) * kv_width
     if step.phase is Phase.EPILOGUE:
         width = out_width if step.pass_ is Pass.FWD else qkv_width
         return (part.stream_tokens - part.num_tokens) * width
-    if step.round == 0:
-        width = qkv_width if step.pass_ is Pass.FWD else out_width
-        first = part.num_tokens - part.without_first(num_saved).num_tokens
-        return others_inside * (part.num_tokens * width + first * (qkv_width + out_width))
-    if split.outer == "gather":
-        others = [member for member in range(part.ring_degree) if member != part.member]
-        is_forth = step.phase is Phase.PROLOGUE
-        pairs = [(other, part.member) if is_forth else (part.member, other) for other in others]
-        rows = sum(len(seen_keys(part, *pair, is_causal, window_left)) for pair in pairs)
-        return rows * kv_width
-    if step.phase is Phase.PROLOGUE:
-        streams = part.member_tokens
-        return streams[(part.member - step.round + 1) % part.ring_degree] * kv_width
-    source = (part.member - step.round) % part.ring_degree
-    return len(ring_block(part, part.member, source, is_causal).kv_rows) * kv_width
+    width = qkv_width if step.pass_ is Pass.FWD else out_width
+    first = part.num_tokens - part.without_first(num_saved).num_tokens
+    others_inside = part.member_ranks - 1
+    return others_inside * (part.num_tokens * width + first * (qkv_width + out_width))

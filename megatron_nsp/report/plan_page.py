@@ -10,8 +10,8 @@ import numpy as np
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import Profile
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import CARRIED, Plan
-from megatron_nsp.plan.schedule import Pass, Phase
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.report import svg

@@ -7,6 +7,7 @@ V head dims of keys and values. Filler rows come out as zeros and get zero gradi
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,20 +15,24 @@ from torch import Tensor
 
 from megatron_nsp.plan.layout import NodeSlice, RankLayout, rank_layout
 from megatron_nsp.plan.order import ROOT_FIRST, Order, in_order
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.ring_rows import KeyMask
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
-from megatron_nsp.plan.schedule import Pass, Step, build_schedule
+from megatron_nsp.plan.schedule import Step, build_schedule
 from megatron_nsp.plan.tree import Node
-from megatron_nsp.runtime.backends.base import NodeCall
-from megatron_nsp.runtime.backends.blocks import Filled, Rounds, node_rounds, split_for
-from megatron_nsp.runtime.backends.native import NativeBackward, NativeForward, check_native
-from megatron_nsp.runtime.backends.node import (
+from megatron_nsp.runtime.backends import mechanism
+from megatron_nsp.runtime.backends.base import (
+    ForwardPass,
     Gradients,
-    HeadsState,
-    NodeBackward,
-    NodeForward,
+    NodeCall,
+    NodePass,
+    NodeState,
+    NodeTensors,
+    SavedInputs,
     SavedOutput,
 )
+from megatron_nsp.runtime.backends.blocks import key_mask
 from megatron_nsp.runtime.executor import CommunicationQueue, play
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionKernel, AttentionMask, NativeAttention
@@ -56,8 +61,7 @@ class NestedBatch:
     saved_samples: SavedSamples = NOTHING_SAVED
     orders: Mapping[Pass, Order] = field(default_factory=dict)
     kept: dict[int, SavedLayer] = field(default_factory=dict)
-    _rounds: dict[tuple[Node, int, bool, int | None], Rounds] = field(default_factory=dict)
-    _filled: dict[Node, Filled] = field(default_factory=dict)
+    _rows: dict[tuple[Node, int, KeyMask], Any] = field(default_factory=dict)
     _steps: dict[tuple[Any, ...], tuple[Step, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -83,18 +87,12 @@ class NestedBatch:
             for part in self.layout.slices
         }
 
-    def rounds(self, part: NodeSlice, mask: AttentionMask) -> Rounds:
-        """The kernel calls of a slice of a node, or of its samples after the first ones."""
-        key = (part.node, len(part.samples), mask.is_causal, mask.window_left)
-        if key not in self._rounds:
-            self._rounds[key] = node_rounds(part, mask)
-        return self._rounds[key]
-
-    def filled(self, part: NodeSlice) -> Filled:
-        """How the samples of a native node are filled up."""
-        if part.node not in self._filled:
-            self._filled[part.node] = Filled.of(part)
-        return self._filled[part.node]
+    def rows(self, part: NodeSlice, mask: AttentionMask) -> Any:
+        """What the backend prepares of a slice of a node, or of what of it is not saved."""
+        key = (part.node, len(part.samples), key_mask(mask))
+        if key not in self._rows:
+            self._rows[key] = mechanism(part.split, mask).prepare(part, mask)
+        return self._rows[key]
 
     def steps(
         self, parts: Sequence[NodeSlice], pass_: Pass, mask: AttentionMask
@@ -102,7 +100,7 @@ class NestedBatch:
         """The issue order of a pass over these slices of active nodes."""
         key = (pass_, mask, *(part.node for part in parts))
         if key not in self._steps:
-            splits = {part.node: split_for(part.split, mask) for part in parts}
+            splits = {part.node: part.split.under(key_mask(mask)) for part in parts}
             order = self.orders.get(pass_, ROOT_FIRST) if self.overlap else ROOT_FIRST
             path = in_order(splits, order)
             self._steps[key] = build_schedule(path, pass_, self.overlap, splits)
@@ -159,15 +157,13 @@ class _Call:
     """Whether backward of this very pass may follow."""
 
     def node(self, part: NodeSlice, sink_H: Tensor | None) -> NodeCall:
-        is_native = part.split.is_native
         return NodeCall(
             part=part,
-            rounds=() if is_native else self.batch.rounds(part, self.mask),
+            rows=self.batch.rows(part, self.mask),
             group=self.runtime.groups.group(part.node),
             kernel=self.runtime.kernel,
             mask=self.mask,
             sink_H=sink_H,
-            filled=self.batch.filled(part) if is_native else None,
             native=self.runtime.native,
         )
 
@@ -181,10 +177,7 @@ class _Call:
                 parts.append(rest)
         return parts
 
-    def play(self, parts: Sequence[NodeSlice], pass_: Pass, passes: dict[Node, Any]) -> None:
-        play(self.batch.steps(parts, pass_, self.mask), passes, self.runtime.queue)
-
-    def keep(self, out_THV: Tensor, passes: dict[Node, NodeForward]) -> None:
+    def keep(self, out_THV: Tensor, passes: dict[Node, ForwardPass]) -> None:
         """Keeps the output of the saved samples for the recomputation of this layer."""
         assert self.layer is not None
         kept: SavedLayer = {}
@@ -195,27 +188,11 @@ class _Call:
             rest = part.without_first(count)
             rows = slice(part.buffer_start, rest.buffer_start)
             lse_hS = passes[part.node].state.lse_hS
+            assert lse_hS is not None, f"{part.split} gives no LSE"
             tokens = part.stream_tokens - (rest.stream_tokens if len(rest.samples) else 0)
             out = out_THV[rows] if self.layer.output_stays else out_THV[rows].clone()
             kept[part.node] = SavedOutput(count, out, lse_hS[:, :tokens].clone())
         self.batch.kept[self.layer.number] = kept
-
-    def state_tensors(self, part: NodeSlice, state: HeadsState) -> tuple[Tensor | None, ...]:
-        """What to save of a node's forward; None for an output that is in the layer's anyway.
-
-        Where tokens are not exchanged for heads, q, k and v are rows of the layer's: a view would
-        keep all of its buffer alive. Where that is kept anyway, for saved samples, views cost
-        nothing.
-        """
-        q, k, v, out, lse = state.tensors
-        if self.has_backward and not self.saved:
-            q, k, v = (_alone(x) for x in (q, k, v))
-        return q, k, v, (None if part.ulysses_degree == 1 else out), lse
-
-
-def _alone(x: Tensor) -> Tensor:
-    """The tensor in memory of its own: a copy if it is part of something larger."""
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 class _NestedAttention(torch.autograd.Function):
@@ -229,29 +206,32 @@ class _NestedAttention(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         out_THV = q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[2])
-        parts: list[NodeSlice] = call.remaining()
-        passes: dict[Node, Any] = {}
+        parts = call.remaining()
+        passes: dict[Node, ForwardPass] = {}
         for part in parts:
-            rows, node = part.buffer_slice, call.node(part, sink_H)
-            tensors = q_THD[rows], k_TKD[rows], v_TKV[rows], out_THV[rows]
-            if part.split.is_native:
-                passes[part.node] = NativeForward(node, *tensors, call.has_backward)
-            else:
-                passes[part.node] = NodeForward(node, *tensors)
-        call.play(parts, Pass.FWD, passes)
+            tensors = NodeTensors(*(x[part.buffer_slice] for x in (q_THD, k_TKD, v_TKV, out_THV)))
+            how = mechanism(part.split, call.mask)
+            passes[part.node] = how.forward(call.node(part, sink_H), tensors, call.has_backward)
+        play(call.batch.steps(parts, Pass.FWD, call.mask), passes, call.runtime.queue)
         for part in call.batch.layout.slices:
             if part.node in call.saved:
                 saved_THV = call.saved[part.node].out_THV
                 out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
         if call.keeps:
             call.keep(out_THV, passes)
-        own = [part for part in parts if not part.split.is_native]
-        states = [call.state_tensors(part, passes[part.node].state) for part in own]
-        # Tensors that carry a graph: what it holds is saved by it.
-        ctx.graphs = {part.node: passes[part.node].graph for part in parts if part not in own}
+        # Views of the layer's tensors keep all of them alive. Where those are held anyway, for
+        # saved samples, views cost nothing.
+        in_own_memory = call.has_backward and not call.saved
+        held: list[Tensor | None] = []
+        ctx.restore = {}
+        for part in parts:
+            state = passes[part.node].state
+            tensors_of_state = state.to_save(part, in_own_memory)
+            ctx.restore[part.node] = state.restored, len(tensors_of_state)
+            held += tensors_of_state
         inputs = (q_THD, k_TKD, v_TKV) if call.saved else (None, None, None)
-        output = out_THV if any(part.ulysses_degree == 1 for part in parts) else None
-        ctx.save_for_backward(sink_H, *inputs, output, *(x for state in states for x in state))
+        output = out_THV if any(part.member_ranks == 1 for part in parts) else None
+        ctx.save_for_backward(sink_H, *inputs, output, *held)
         ctx.kv_shapes = k_TKD.shape, v_TKV.shape
         ctx.head_dim = q_THD.shape[2]
         ctx.call = call
@@ -260,43 +240,35 @@ class _NestedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        sink_H, *saved = ctx.saved_tensors
-        inputs, output_THV, states = saved[:3], saved[3], saved[4:]
+        sink_H, *inputs, output_THV = ctx.saved_tensors[:5]
+        held = iter(ctx.saved_tensors[5:])
         shapes = (*dout_THV.shape[:2], ctx.head_dim), *ctx.kv_shapes
         grads = [dout_THV.new_zeros(shape) for shape in shapes]
-        state_of = {}
-        own = [part for part in call.remaining() if not part.split.is_native]
-        for place, part in enumerate(own):
-            q, k, v, out, lse = states[5 * place : 5 * place + 5]
-            out = output_THV[part.buffer_slice] if out is None else out
-            state_of[part.node] = HeadsState(q, k, v, out, lse)
+        states: dict[Node, NodeState] = {}
+        for part in call.remaining():
+            restored, count = ctx.restore[part.node]
+            out_THV = None if output_THV is None else output_THV[part.buffer_slice]
+            states[part.node] = restored(list(islice(held, count)), out_THV)
         parts = call.batch.layout.slices
-        passes: dict[Node, Any] = {}
+        passes: dict[Node, NodePass] = {}
         dsink_NH = None  # a row a node, so that their order changes no bit of the sum
         if sink_H is not None:
             dsink_NH = sink_H.new_zeros(len(parts), len(sink_H), dtype=torch.float64)
         for place, part in enumerate(parts):
-            rows, saved_output = part.buffer_slice, call.saved.get(part.node)
+            saved, output = None, call.saved.get(part.node)
+            if output is not None:
+                first = slice(part.buffer_start, part.buffer_start + len(output.out_THV))
+                saved = SavedInputs(output, *(x[first] for x in inputs))
+            rows = part.buffer_slice
             dsink_H = None if dsink_NH is None else dsink_NH[place]
-            node_grads = Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H)
-            if part.split.is_native:
-                passes[part.node] = NativeBackward(
-                    call.node(part, None), ctx.graphs.pop(part.node), dout_THV[rows], node_grads
-                )
-                continue
-            first: tuple[Tensor, ...] = ()
-            if saved_output is not None:
-                start = part.buffer_start
-                first = tuple(x[start : start + len(saved_output.out_THV)] for x in inputs)
-            passes[part.node] = NodeBackward(
+            passes[part.node] = mechanism(part.split, call.mask).backward(
                 call.node(part, sink_H),
-                state_of.get(part.node),
-                saved_output,
-                first,
+                states.pop(part.node, None),
+                saved,
                 dout_THV[rows],
-                node_grads,
+                Gradients(grads[0][rows], grads[1][rows], grads[2][rows], dsink_H),
             )
-        call.play(parts, Pass.BWD, passes)
+        play(call.batch.steps(parts, Pass.BWD, call.mask), passes, call.runtime.queue)
         return (*grads, None if dsink_NH is None else dsink_NH.sum(0).to(sink_H.dtype), None)
 
 
@@ -331,8 +303,8 @@ def nested_attention(
         `out_THV`, zeros in filler rows.
 
     Raises:
-        ValueError: the tensors do not have the rows of the batch's buffer, or Transformer Engine
-            is to run a node that it cannot.
+        ValueError: the tensors do not have the rows of the batch's buffer, or a node's backend
+            cannot do what is asked.
     """
     if q_THD.shape[0] != batch.layout.buffer_tokens:
         raise ValueError(
@@ -346,8 +318,7 @@ def nested_attention(
     keeps = is_first and any(batch.num_saved.values())
     call = _Call(batch, mask, runtime, layer, saved, keeps, torch.is_grad_enabled())
     for part in batch.layout.slices:
-        if part.split.is_native:
-            heads = q_THD.shape[1], k_TKD.shape[1]
-            check_native(call.node(part, sink_H), *heads, batch.num_saved[part.node])
+        heads = q_THD.shape[1], k_TKD.shape[1]
+        call.node(part, sink_H).check(*heads, batch.num_saved[part.node])
     out_THV: Tensor = _NestedAttention.apply(q_THD, k_TKD, v_TKV, sink_H, call)
     return out_THV

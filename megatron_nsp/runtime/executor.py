@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nsp.plan.layout import NodeSlice
-from megatron_nsp.plan.schedule import Phase, Step
+from megatron_nsp.plan.phases import Phase
+from megatron_nsp.plan.schedule import Step
 from megatron_nsp.plan.tree import Node
 from megatron_nsp.runtime.backends.base import Exchange, NodePass
 from megatron_nsp.runtime.exposed import ExposedTime, HostTime, StreamTime, exposed_time

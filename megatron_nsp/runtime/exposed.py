@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Protocol, override
 
 import torch
 
@@ -26,29 +26,29 @@ class ExposedTime(Protocol):
         ...
 
 
-class HostTime:
+class HostTime(ExposedTime):
     """Time of the host, for tensors whose compute runs on the host too."""
 
     def __init__(self) -> None:
         """Starts at 0."""
         self._total_s = 0.0
 
+    @override
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """See `ExposedTime.blocked`."""
         started_s = time.perf_counter()
         try:
             yield
         finally:
             self._total_s += time.perf_counter() - started_s
 
+    @override
     def take_ms(self) -> float:
-        """See `ExposedTime.take_ms`."""
         total_ms, self._total_s = self._total_s * 1e3, 0.0
         return total_ms
 
 
-class StreamTime:
+class StreamTime(ExposedTime):
     """Time of the compute stream, between two events around what it waits for.
 
     The host never waits for an event: what is not over when asked counts the next time.
@@ -58,9 +58,9 @@ class StreamTime:
         """Starts at 0."""
         self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
+    @override
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """See `ExposedTime.blocked`."""
         before = torch.cuda.Event(enable_timing=True)
         after = torch.cuda.Event(enable_timing=True)
         before.record()
@@ -68,8 +68,8 @@ class StreamTime:
         after.record()
         self._pairs.append((before, after))
 
+    @override
     def take_ms(self) -> float:
-        """See `ExposedTime.take_ms`."""
         total_ms = 0.0
         while self._pairs and self._pairs[0][1].query():
             before, after = self._pairs.popleft()

@@ -38,12 +38,13 @@ from megatron_nsp.cost.node_cost import (
 from megatron_nsp.cost.profile import AttentionRate, ExchangeRate, Profile
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.layout import rank_layout
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.schedule import Pass, Phase
 from megatron_nsp.plan.split import ULYSSES, Split
-from megatron_nsp.runtime.backends.base import NodeCall
-from megatron_nsp.runtime.backends.blocks import Rows, node_rounds
-from megatron_nsp.runtime.backends.node import Merged, NodeForward
+from megatron_nsp.runtime.backends import mechanism
+from megatron_nsp.runtime.backends.base import ForwardPass, NodeCall, NodeTensors
+from megatron_nsp.runtime.backends.blocks import Rows
+from megatron_nsp.runtime.backends.merged import Merged
 from megatron_nsp.runtime.executor import run_exchange
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionKernel, AttentionMask, SampleBounds
@@ -259,8 +260,8 @@ class Profiler:
                 residuals[f"{backend} exchange of degree {degree}"] = residual
         return tables, residuals
 
-    def _node(self, degree: int, tokens: int, split: Split) -> tuple[NodeCall, list[Tensor]]:
-        """A node of one sample, and this rank's q, k, v and output of it."""
+    def _node(self, degree: int, tokens: int, split: Split) -> tuple[NodeCall, NodeTensors]:
+        """A node of one sample, and this rank's rows of it."""
         model, tree = self.model, self.groups.tree
         node = tree.node_at(tree.depth_of(degree), self.groups.rank)
         plan = Plan.from_nodes(tree, [tokens * degree], [node], splits={(0, node): split})
@@ -268,20 +269,20 @@ class Profiler:
         mask = AttentionMask(model.head_dim**-0.5)
         q, out = (self._heads(part.num_tokens, model.num_heads) for _ in range(2))
         k, v = (self._heads(part.num_tokens, model.num_kv_heads) for _ in range(2))
-        rounds, group = node_rounds(part, mask), self.groups.group(node)
-        return NodeCall(part, rounds, group, self.kernel, mask), [q, k, v, out]
+        rows, group = mechanism(split, mask).prepare(part, mask), self.groups.group(node)
+        return NodeCall(part, rows, group, self.kernel, mask), NodeTensors(q, k, v, out)
 
     def _to_members(self, degree: int, tokens: int, outer: str) -> tuple[Work, int, int]:
         """Keys and values sent to other ring members once, the bytes, and 1 exchange."""
         split = Split(degree, outer)
         call, tensors = self._node(degree, tokens, split)
-        forward = NodeForward(call, *tensors)
+        forward = _forward(call, tensors)
         forward.receive(0, run_exchange(forward.prologue(0)))
 
         def send() -> None:
             forward.receive(1, run_exchange(forward.prologue(1)))
 
-        shape = self.model.shape(bytes_per_element=tensors[0].element_size())
+        shape = self.model.shape(bytes_per_element=tensors.q_THD.element_size())
         each = sent_bytes_per_token(Pass.FWD, Phase.PROLOGUE, 1, degree, split, shape)
         return send, round(each * tokens * degree), 1
 
@@ -298,7 +299,7 @@ class Profiler:
         call = replace(call, kernel=kernel)
 
         def both() -> None:
-            forward = NodeForward(call, *tensors)
+            forward = _forward(call, tensors)
             forward.receive(0, run_exchange(forward.prologue(0)))
             forward.compute(0)
             forward.finish(run_exchange(forward.epilogue()))
@@ -348,6 +349,10 @@ class Profiler:
             optimizer.step()
 
         return 1e6 * self.model.num_layers * self._over_ranks(self._time(step), max)
+
+
+def _forward(call: NodeCall, tensors: NodeTensors) -> ForwardPass:
+    return mechanism(call.part.split, call.mask).forward(call, tensors, has_backward=False)
 
 
 class _NoKernel:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
-from megatron_nsp.plan.schedule import Pass, Phase, Step
+from megatron_nsp.plan.phases import Pass, Phase
+from megatron_nsp.plan.schedule import Step
 from megatron_nsp.simulator.network import ActivePaths
 
 

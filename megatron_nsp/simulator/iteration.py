@@ -16,9 +16,9 @@ import numpy as np
 from megatron_nsp.arrays import FloatArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.plan.order import ALL_ROOT_FIRST
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
-from megatron_nsp.plan.schedule import Pass
 from megatron_nsp.simulator.attention import Clocks, run_attention
 from megatron_nsp.simulator.dense import run_dense
 from megatron_nsp.simulator.network import ActivePaths, active_paths

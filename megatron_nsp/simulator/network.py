@@ -16,8 +16,9 @@ from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.node_cost import SplitCost
 from megatron_nsp.plan.order import ROOT_FIRST, Order, whole_order
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.schedule import Pass, Phase, Step, build_schedule
+from megatron_nsp.plan.schedule import Step, build_schedule
 from megatron_nsp.plan.split import ULYSSES, Split
 from megatron_nsp.plan.tree import Node
 
@@ -34,7 +35,7 @@ class ActivePaths:
         starts: N arrays, the first rank of each node of row i; ranks without one stand alone.
         degree: `[N, P]` degree of the node.
         node: `[N, P]` number of the node, depth by depth; -1 where there is none.
-        ring_degree: `[N, P]` ring members of the node.
+        num_members: `[N, P]` ring members of the node.
         splits: P lists, each row in which the rank has a node, and how that is split.
         phase_us: per pass, phase and first or later round `[N, P]` time of one layer, latency
             included.
@@ -45,7 +46,7 @@ class ActivePaths:
     starts: tuple[IntArray, ...]
     degree: IntArray
     node: IntArray
-    ring_degree: IntArray
+    num_members: IntArray
     splits: tuple[tuple[tuple[int, Split], ...], ...]
     phase_us: dict[tuple[Pass, Phase, int], FloatArray]
     tokens: IntArray
@@ -75,10 +76,9 @@ class ActivePaths:
     def communicates(self, step: Step) -> BoolArray:
         """`[P]` whether a step of an exchange puts something on the network."""
         row = step.node.depth
-        is_inside = step.phase is Phase.EPILOGUE or step.round == 0
-        is_among_members = step.phase is Phase.NATIVE or not is_inside
-        members = self.ring_degree[row]
-        sends: BoolArray = (members if is_among_members else self.degree[row] // members) > 1
+        members = self.num_members[row]
+        ranks = members if step.is_between_members else self.degree[row] // members
+        sends: BoolArray = ranks > 1
         return sends
 
     def order(self, pass_: Pass, overlap: bool) -> list[tuple[Step, BoolArray]]:
@@ -140,12 +140,12 @@ def active_paths(
     num_at = [tree.num_nodes(depth) for depth in range(tree.num_depths)]
     first, num_nodes = np.cumsum([0, *num_at]), sum(num_at)
     number_of = {node: place for place, node in enumerate(tree.nodes())}
-    is_active, ring_of = np.zeros(num_nodes, dtype=bool), np.ones(num_nodes, dtype=np.int64)
+    is_active, members_of = np.zeros(num_nodes, dtype=bool), np.ones(num_nodes, dtype=np.int64)
     split_of = [ULYSSES] * num_nodes
     for active in plan.active_nodes(micro_batch):
         own = number_of[active]
         is_active[own], split_of[own] = True, plan.split_of(active, micro_batch)
-        ring_of[own] = split_of[own].ring_degree
+        members_of[own] = split_of[own].num_members
     listed = np.array([whole_order(order, tree.num_depths) for order in orders]).T
     depth = np.repeat(listed, tree.max_degree, axis=1)
     copy, rank = np.divmod(np.arange(depth.shape[1]), tree.num_ranks)
@@ -164,7 +164,7 @@ def active_paths(
         starts=tuple(_run_starts(np.where(line < 0, -1, line + num_nodes * copy)) for line in node),
         degree=degree,
         node=node,
-        ring_degree=np.where(node >= 0, ring_of[node], 1),
+        num_members=np.where(node >= 0, members_of[node], 1),
         splits=tuple(
             tuple((place, split_of[line[place]]) for place in np.flatnonzero(line >= 0).tolist())
             for line in node.T
@@ -218,7 +218,7 @@ def _node_us(
         for pass_, phase, later in keys:
             each_us = how.round_us(lengths, pass_) * how.has_call(later)
             round_us = np.bincount(of_node, weights=each_us)
-            if split.is_native:
+            if split.backend.is_native:
                 work_us = _native_us(how, pass_, phase, round_us, tokens) * (later == 0)
                 times[pass_, phase, later][where] = work_us / layers
                 continue

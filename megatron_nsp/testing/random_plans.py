@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_nsp.plan.backends import NATIVE, OURS
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.order import NodeOrders, safe_orders
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import CARRIED, Plan
-from megatron_nsp.plan.schedule import Pass
-from megatron_nsp.plan.split import NATIVE, OUTER, Split
+from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import SPTree
 
 CHAINS = ((1, 2, 4, 8), (1, 2, 8), (1, 4), (1, 2), (1, 8), (1,), (1, 3, 6), (1, 6))
@@ -52,14 +53,13 @@ def random_splits(rng: random.Random, plan: Plan, num_heads: int, num_kv_heads: 
     for node in plan.active_nodes():
         degree = plan.tree.degree(node)
         possible = [
-            ring_degree
-            for ring_degree in range(1, degree + 1)
-            if degree % ring_degree == 0
-            and is_admissible(degree // ring_degree, num_heads, num_kv_heads)
+            members
+            for members in range(1, degree + 1)
+            if degree % members == 0 and is_admissible(degree // members, num_heads, num_kv_heads)
         ]
-        ring_degree = rng.choice(possible)
-        if ring_degree > 1:
-            splits[0, node] = Split(ring_degree, rng.choice(OUTER))
+        members = rng.choice(possible)
+        if members > 1:
+            splits[0, node] = Split(members, rng.choice(OURS))
     return replace(plan, splits=splits)
 
 
@@ -72,13 +72,13 @@ def random_orders(rng: random.Random, plan: Plan) -> NodeOrders:
     )
 
 
-def random_native_nodes(rng: random.Random, plan: Plan, outers: tuple[str, ...] = NATIVE) -> Plan:
+def random_native_nodes(rng: random.Random, plan: Plan, names: tuple[str, ...] = NATIVE) -> Plan:
     """The plan with about half of its nodes left to Transformer Engine."""
     splits = dict(plan.splits)
     for node in plan.active_nodes():
         degree = plan.tree.degree(node)
         if degree > 1 and rng.random() < 0.5:
-            splits[0, node] = Split(degree, rng.choice(outers))
+            splits[0, node] = Split(degree, rng.choice(names))
     return replace(plan, splits=splits)
 
 

@@ -15,13 +15,14 @@ from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.heads import HeadShape
 from megatron_nsp.plan.layout import NodeSlice, rank_layout
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
+from megatron_nsp.plan.ring_rows import KeyMask
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
-from megatron_nsp.plan.schedule import Pass, build_schedule, communicates
+from megatron_nsp.plan.schedule import build_schedule, communicates
 from megatron_nsp.plan.traffic import sent_elements
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
-from megatron_nsp.runtime.backends.blocks import split_for
 from megatron_nsp.runtime.executor import build_queue
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionMask, choose_kernel
@@ -235,19 +236,17 @@ def predicted_traffic(case: AttentionCase) -> tuple[list[int], list[int]]:
     """Collectives and bytes of each rank, from the plan alone."""
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
     heads = HeadShape(case.num_heads, case.num_kv_heads, case.head_dim, value_dim)
+    mask = KeyMask(case.is_causal, case.window_left)
     num_collectives, sent_bytes = [], []
     for rank in range(case.plan.tree.num_ranks):
         count, elements = 0, 0
         for pass_, parts, num_saved in _passes_of(case, rank):
-            splits = {part.node: split_for(part.split, case.mask) for part in parts}
+            splits = {part.node: part.split.under(mask) for part in parts}
             part_of = {part.node: part for part in parts}
             for step in build_schedule([*part_of], pass_, case.overlap, splits):
                 part, split = part_of[step.node], splits[step.node]
                 count += communicates(step, part.degree, split)
-                saved = num_saved.get(step.node, 0)
-                elements += sent_elements(
-                    step, part, heads, split, case.is_causal, case.window_left, saved
-                )
+                elements += sent_elements(step, part, heads, mask, num_saved.get(step.node, 0))
         num_collectives.append(count)
         sent_bytes.append(elements * DTYPES[case.dtype].itemsize)
     return num_collectives, sent_bytes

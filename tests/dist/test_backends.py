@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_nsp.plan.order import NodeOrders, safe_orders
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
-from megatron_nsp.plan.schedule import Pass
 from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.runtime.attention import NestedBatch
@@ -78,7 +78,7 @@ def test_500_random_plans_equal_the_oracle_and_the_predicted_traffic() -> None:
     ]
     assert not wrong, wrong[:2]
     backends = {
-        split.backend(case.plan.tree.degree(node))
+        split.label(case.plan.tree.degree(node))
         for case in cases
         for (_, node), split in case.plan.splits.items()
     }
@@ -147,7 +147,7 @@ def test_layers_with_and_without_a_window_share_a_batch() -> None:
     batch, masks = NestedBatch.build(plan, 1), (AttentionMask(1.0), AttentionMask(1.0, True, 3))
     for mask, num_rounds in (*zip(masks, (4, 2), strict=True),) * 2:
         parts = batch.layout.slices
-        assert len(batch.rounds(parts[0], mask)) == num_rounds
+        assert len(batch.rows(parts[0], mask)) == num_rounds
         steps = batch.steps(parts, Pass.FWD, mask)
         assert len(steps) == 2 * num_rounds + 1
         assert batch.steps(parts, Pass.FWD, mask) is steps

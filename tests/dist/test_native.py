@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_nsp.plan.backends import NATIVE, OURS
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import SavedSamples
-from megatron_nsp.plan.split import NATIVE, OUTER, Split
+from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
 from megatron_nsp.runtime.backends.base import Exchange
@@ -117,7 +118,7 @@ def errors(plan: Plan, ranks: list, seed: int, window_left: int | None = None) -
 AWKWARD = [(37, 4, 0), (1, 4, 0), (5, 4, 0), (9, 2, 0), (3, 2, 0), (11, 2, 1), (6, 1, 1), (2, 1, 3)]
 """Lengths with the degrees and places of their nodes: odd, of one token, below twice the degree."""
 
-KINDS = ("ulysses", *OUTER, *NATIVE)
+KINDS = ("ulysses", *OURS, *NATIVE)
 
 
 def awkward_plan(root: str, first_half: str, second_half: str) -> Plan:
@@ -174,7 +175,7 @@ def on_rank_twice(rank: int, plan: Plan) -> dict[str, Any]:
         }
         for place, call in enumerate(package.calls)
         for (_, node), split in plan.splits.items()
-        if split.outer == f"te-{call['module'].method}"
+        if split.name == f"te-{call['module'].method}"
     ]
     return {"result": result, "modules": len(modules), "calls": calls, "sent": queue.num_issued}
 

@@ -59,7 +59,7 @@ def test_ring_usp_and_gather_equal_one_rank(docs: Path) -> None:
     plans = docs.with_name("plans.jsonl")
     kinds = tuple(partial(split_plan, kind, name) for name in RING for kind in (root, mixed))
     made = record(plans, TREE, batches(docs, STEPS, BATCH_TOKENS), kinds)
-    found = {s.backend(p.tree.degree(node)) for p in made for (_, node), s in p.splits.items()}
+    found = {s.label(p.tree.degree(node)) for p in made for (_, node), s in p.splits.items()}
     assert found == set(RING)
     one = run(docs, "even-1", 1, STEPS, *start)
     four = run(docs, "even-4", 4, STEPS, *start, "--nsp-policy", f"file:{plans}")

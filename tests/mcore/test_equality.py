@@ -13,8 +13,8 @@ import torch
 from megatron_nsp.cost.node_cost import ulysses_sent_bytes
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.layout import rank_layout
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.schedule import Pass, Phase
 from megatron_nsp.plan.tree import SPTree
 from tests.data_maker import write_documents
 from tests.mcore.launch import MOE, Run, shared_checkpoint, train

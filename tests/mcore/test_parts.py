@@ -22,7 +22,7 @@ from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.runtime.attention import NestedBatch
-from megatron_nsp.runtime.backends.node import SavedOutput
+from megatron_nsp.runtime.backends.base import SavedOutput
 from megatron_nsp.runtime.kernels import AttentionMask
 from tests.mcore.launch import environment
 

@@ -134,7 +134,7 @@ def test_te_is_called_once_a_node_with_local_heads_and_no_cp(
     for degree, lengths in placed.items():
         call, samples = (
             by_tokens[sum(lengths)],
-            batch.rounds(parts[degree], mask)[0].blocks[0].samples,
+            batch.rows(parts[degree], mask)[0].blocks[0].samples,
         )
         local = (NUM_HEADS // degree, max(NUM_KV_HEADS // degree, 1))
         assert call["q"].shape == (sum(lengths), local[0], HEAD_DIM)

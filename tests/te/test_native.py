@@ -11,8 +11,9 @@ import torch.distributed as dist
 import transformer_engine.pytorch  # noqa: F401 - once, before ranks are forked
 from torch import Tensor
 
+from megatron_nsp.plan.backends import NATIVE, OURS
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.split import NATIVE, OUTER, Split
+from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
 from megatron_nsp.runtime.executor import build_queue
@@ -82,7 +83,7 @@ def on_rank(rank: int, cases: list[Case]) -> list[tuple[list[int], dict[str, Ten
 
 @pytest.mark.parametrize("outer", NATIVE)
 def test_te_as_a_node_of_a_path_is_the_definition(outer: str) -> None:
-    others = [kind for kind in ("ulysses", *OUTER, *NATIVE) if kind != outer]
+    others = [kind for kind in ("ulysses", *OURS, *NATIVE) if kind != outer]
     plans = [plan_of(outer, outer), *(plan_of(outer, x) for x in others)]
     plans += [plan_of(x, outer) for x in others]
     cases = [*((plan, 16, 16) for plan in plans), (plan_of(outer, outer), 20, 12)]

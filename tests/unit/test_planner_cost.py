@@ -9,15 +9,17 @@ import random
 import numpy as np
 import pytest
 
-from megatron_nsp.config import BACKENDS, NSPConfig, build_tree
+from megatron_nsp.config import NSPConfig, build_tree
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.node_cost import SplitCost, sent_bytes_per_token, ulysses_sent_bytes
 from megatron_nsp.cost.profile import AttentionRate, ExchangeRate, load_profile
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.backends import backend_choices
 from megatron_nsp.plan.heads import HeadShape
 from megatron_nsp.plan.layout import rank_layout
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.schedule import Pass, Phase, build_schedule
+from megatron_nsp.plan.schedule import build_schedule
 from megatron_nsp.plan.split import Split, slice_bounds
 from megatron_nsp.plan.traffic import sent_elements
 from megatron_nsp.plan.tree import Node, SPTree
@@ -43,7 +45,7 @@ def test_plans_score_as_the_formulas_say(cost: CostModel) -> None:
         plan = random_plan(rng, cost.tree, random_lengths(rng, 12, 50_000))
         if number % 2:
             plan = random_splits(rng, plan, heads.num_heads, heads.num_kv_heads)
-        backends |= {split.backend(cost.tree.degree(n)) for (_, n), split in plan.splits.items()}
+        backends |= {split.label(cost.tree.degree(n)) for (_, n), split in plan.splits.items()}
         score, expected = cost.score(plan), score_plan(plan.to_dict(), profile)
         assert score.load_us == pytest.approx(expected.load_us, rel=1e-12)
         assert score.load_no_latency_us == pytest.approx(expected.load_no_latency_us, rel=1e-12)
@@ -95,7 +97,7 @@ def test_c1_predictions_are_the_same_on_all_members_of_a_node() -> None:
         assert plan.token_load().sum() == 15
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backend_choices())
 @pytest.mark.parametrize("heads", [(28, 7), (12, 12), (5, 5), (8, 2)])
 def test_b2_no_plan_splits_heads_that_do_not_divide(backend: str, heads: tuple[int, int]) -> None:
     config, shape = NSPConfig(backend=backend), ModelShape.from_hidden(4, 64, *heads, 16)
@@ -110,10 +112,10 @@ def test_b2_no_plan_splits_heads_that_do_not_divide(backend: str, heads: tuple[i
             continue
         plan = plan_batch([90_000, 40_000, 5000, 5], tree, cost, policy=policy).plan
         plan.check_heads(*heads)
-        found = {plan.split_of(node).backend(tree.degree(node)) for node in plan.active_nodes()}
+        found = {plan.split_of(node).label(tree.degree(node)) for node in plan.active_nodes()}
         assert backend == "auto" or found <= {backend, "ulysses", "ring"}
         if backend == "ring":
-            assert all(plan.split_of(n).ring_degree == tree.degree(n) for n in plan.active_nodes())
+            assert all(plan.split_of(n).num_members == tree.degree(n) for n in plan.active_nodes())
     with pytest.raises(ValueError, match="degree 2 cannot split 28 query and 7 key/value heads"):
         CostModel(
             load_profile("h100-ib"),
@@ -134,11 +136,11 @@ def test_bytes_are_those_of_the_closed_form_of_every_backend() -> None:
         plan = Plan.from_nodes(tree, lengths, [Node(0, 0)] * 5)
         plan = random_splits(rng, plan, 8, 4)
         split = plan.split_of(Node(0, 0))
-        kinds.add(split.backend(degree))
+        kinds.add(split.label(degree))
         parts = [rank_layout(plan, rank).slices[0] for rank in range(degree)]
         for pass_ in Pass:
             for step in build_schedule([Node(0, 0)], pass_, True, {Node(0, 0): split}):
-                exact = max(sent_elements(step, part, heads, split) for part in parts)
+                exact = max(sent_elements(step, part, heads) for part in parts)
                 exact *= shape.bytes_per_element
                 each = sent_bytes_per_token(pass_, step.phase, step.round, degree, split, shape)
                 if is_even:

@@ -59,7 +59,7 @@ def test_two_samples_in_one_group_share_their_experts() -> None:
 
 def cost_passes() -> tuple:
     """Both passes."""
-    from megatron_nsp.plan.schedule import Pass
+    from megatron_nsp.plan.phases import Pass
 
     return tuple(Pass)
 

@@ -6,14 +6,13 @@ import random
 import numpy as np
 import pytest
 
-from megatron_nsp.config import BACKENDS
 from megatron_nsp.cost.cost_model import CostModel
-from megatron_nsp.cost.node_cost import possible_splits
 from megatron_nsp.cost.profile import ExchangeRate, load_profile
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.backends import NodeHeads, backend_choices
+from megatron_nsp.plan.phases import Phase
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.schedule import Phase
-from megatron_nsp.plan.split import ULYSSES, Split
+from megatron_nsp.plan.split import ULYSSES, Split, possible_splits
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.planner import plan_batch, portfolio
 from megatron_nsp.planner.choose_splits import with_cheapest_splits
@@ -29,30 +28,39 @@ def machine(inter_bytes_per_s: float, shape: ModelShape = HEADS_8, **changes: ob
     return dataclasses.replace(cost, **changes)
 
 
+def splits_of(choice: str, degree: int, shape: ModelShape, together: int) -> tuple[Split, ...]:
+    heads = NodeHeads(degree, shape.num_heads, shape.num_kv_heads, together)
+    return possible_splits(choice, heads)
+
+
 def test_usp_keeps_heads_inside_a_host_and_rings_take_what_heads_leave() -> None:
-    assert possible_splits("usp", 16, HEADS_8, together=8) == (Split(2),)
-    assert possible_splits("usp", 8, HEADS_8, together=8) == (ULYSSES,)
-    assert possible_splits("usp", 8, HEADS_8, together=4) == (Split(2),)
-    assert possible_splits("usp", 8, HEADS_8, together=1) == (Split(8),)
+    assert splits_of("usp", 16, HEADS_8, together=8) == (Split(2),)
+    assert splits_of("usp", 8, HEADS_8, together=8) == (ULYSSES,)
+    assert splits_of("usp", 8, HEADS_8, together=4) == (Split(2),)
+    assert splits_of("usp", 8, HEADS_8, together=1) == (Split(8),)
     five = ModelShape.from_hidden(4, 40, 5, 5, 8)
-    assert possible_splits("ulysses", 2, five, together=8) == ()
-    assert possible_splits("usp", 2, five, together=8) == (Split(2),)
+    assert splits_of("ulysses", 2, five, together=8) == ()
+    assert splits_of("usp", 2, five, together=8) == (Split(2),)
     uneven = ModelShape.from_hidden(4, 56, 28, 7, 8)
-    assert possible_splits("gather", 8, uneven, together=8) == (Split(8, "gather"),)
-    assert possible_splits("usp", 14, uneven, together=14) == (ULYSSES,)
-    assert possible_splits("usp", 28, uneven, together=14) == (Split(2),)
-    assert possible_splits("auto", 16, HEADS_8, together=8) == (
+    assert splits_of("gather", 8, uneven, together=8) == (Split(8, "gather"),)
+    assert splits_of("usp", 14, uneven, together=14) == (ULYSSES,)
+    assert splits_of("usp", 28, uneven, together=14) == (Split(2),)
+    assert splits_of("auto", 16, HEADS_8, together=8) == (
         Split(2),
         Split(16),
         Split(2, "gather"),
         Split(16, "gather"),
     )
-    assert possible_splits("auto", 4, HEADS_8, together=8)[0] == ULYSSES
-    assert possible_splits("te-p2p", 4, five, 8) == (Split(4, "te-p2p"),)
-    assert possible_splits("te-a2a", 4, HEADS_8, 8) == (Split(4, "te-a2a"),)
-    assert possible_splits("te-a2a", 4, five, 8) == ()
-    assert not any(s.is_native for d in (2, 4, 8, 16) for s in possible_splits("auto", d, five, 8))
-    assert all(possible_splits(backend, 1, five, 8) == (ULYSSES,) for backend in BACKENDS)
+    assert splits_of("auto", 4, HEADS_8, together=8)[0] == ULYSSES
+    assert splits_of("te-p2p", 4, five, together=8) == (Split(4, "te-p2p"),)
+    assert splits_of("te-a2a", 4, HEADS_8, together=8) == (Split(4, "te-a2a"),)
+    assert splits_of("te-a2a", 4, five, together=8) == ()
+    assert not any(
+        s.backend.is_native for d in (2, 4, 8, 16) for s in splits_of("auto", d, five, together=8)
+    )
+    assert all(
+        splits_of(backend, 1, five, together=8) == (ULYSSES,) for backend in backend_choices()
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -77,7 +85,7 @@ def test_slow_networks_make_rings_pay_and_equal_ways_leave_ulysses() -> None:
     for inter, expected in ((2e10, "usp"), (1e12, "ulysses")):
         cost = machine(inter, shape)
         plan = with_cheapest_splits(Plan.from_nodes(cost.tree, [400_000], nodes), cost)
-        assert plan.split_of(nodes[0]).backend(16) == expected
+        assert plan.split_of(nodes[0]).label(16) == expected
     free = dataclasses.replace(
         cost.profile,
         latency_us=0.0,
@@ -137,7 +145,7 @@ def test_a_second_search_is_left_out_where_it_could_hardly_gain(
     assert ways == {1, 2}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backend_choices())
 def test_budgets_hold_although_chunks_round_otherwise_than_slices(backend: str) -> None:
     rng = random.Random(7)
     shape = ModelShape.from_hidden(4, 40, 5, 5, 8)
@@ -175,7 +183,7 @@ def test_a_node_over_budget_takes_its_next_cheapest_split() -> None:
     ring = dataclasses.replace(plain, splits={(0, cost.tree.node(8, 0)): Split(8)})
     assert ring.over_budget_tokens() > 0  # one-token samples all fall to the first member
     roomy = dataclasses.replace(plain, token_budget=None)
-    assert with_cheapest_splits(roomy, free).split_of(cost.tree.node(8, 0)).ring_degree == 8
+    assert with_cheapest_splits(roomy, free).split_of(cost.tree.node(8, 0)).num_members == 8
     kept = with_cheapest_splits(plain, free)
     assert not kept.over_budget_tokens() and kept.splits == {}
 

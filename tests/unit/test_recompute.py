@@ -46,10 +46,10 @@ def counted_bytes(plan: Plan, saved: SavedSamples, micro_batch: int, rank: int) 
                 p for p in rank_layout(plan, other, micro_batch).slices if p.node == part.node
             )
             rows[other] = sum(b - a for sample, a, b in same.segments() if sample in kept)
-        first = first_rank + part.member * part.ulysses_degree
-        stream = sum(rows[other] for other in range(first, first + part.ulysses_degree))
+        first = first_rank + part.member * part.member_ranks
+        stream = sum(rows[other] for other in range(first, first + part.member_ranks))
         total += rows[rank] * HEADS * VALUE_DIM * ELEMENT_BYTES
-        total += HEADS // part.ulysses_degree * stream * 4
+        total += HEADS // part.member_ranks * stream * 4
     return LAYERS * total
 
 

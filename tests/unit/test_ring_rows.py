@@ -5,10 +5,12 @@ import random
 import numpy as np
 import pytest
 
+from megatron_nsp.plan.backends import NATIVE
 from megatron_nsp.plan.layout import NodeSlice, rank_layout
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.ring_rows import (
     BlockRows,
+    KeyMask,
     filled_bounds,
     filled_rows,
     gather_blocks,
@@ -16,7 +18,7 @@ from megatron_nsp.plan.ring_rows import (
     ring_block,
     seen_keys,
 )
-from megatron_nsp.plan.split import NATIVE, Split, member_tokens
+from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.testing.random_plans import random_lengths
 
@@ -64,15 +66,15 @@ def test_the_documented_example_of_filled_up_samples() -> None:
     parts = slices([9, 4], 2, Split(2, "te-a2a"))
     assert tokens_of(parts[0]) == [(0, p) for p in (0, 1, 2)] + [(1, 0), (1, 3)]
     assert tokens_of(parts[1]) == [(0, p) for p in range(3, 9)] + [(1, 1), (1, 2)]
-    assert filled_rows(parts[0]).tolist() == [0, 1, 2, 6, 7]
-    assert filled_rows(parts[1]).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert filled_bounds(parts[0]).tolist() == [0, 12, 16]
+    assert filled_rows(parts[0].dealing, 0).tolist() == [0, 1, 2, 6, 7]
+    assert filled_rows(parts[1].dealing, 1).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert filled_bounds(parts[0].dealing).tolist() == [0, 12, 16]
 
 
 def test_filled_up_rows_are_what_transformer_engine_deals() -> None:
     """Its rule: rank r has chunks r and 2R-1-r of each sample, all of one length."""
     for parts in random_native_nodes(200):
-        degree, bounds = parts[0].degree, filled_bounds(parts[0])
+        degree, bounds = parts[0].degree, filled_bounds(parts[0].dealing)
         filled = np.diff(bounds)
         assert (filled % (2 * degree) == 0).all() and (filled - parts[0].lengths >= 0).all()
         assert (filled - parts[0].lengths < 2 * degree).all()
@@ -83,7 +85,7 @@ def test_filled_up_rows_are_what_transformer_engine_deals() -> None:
                 for i in (part.rank_in_node, 2 * degree - 1 - part.rank_in_node)
                 for token in range(length // (2 * degree))
             ]
-            rows = filled_rows(part)
+            rows = filled_rows(part.dealing, part.member)
             assert [dealt[row] for row in rows] == tokens_of(part)
             lengths = dict(zip(part.samples.tolist(), part.lengths.tolist(), strict=True))
             there = [row for row, (s, p) in enumerate(dealt) if p < lengths[s]]
@@ -106,11 +108,11 @@ def test_other_divisions_are_refused(degree: int, split: Split, message: str) ->
 
 def test_te_a2a_needs_heads_that_divide() -> None:
     for heads in ((8, 4), (4, 4)):
-        Split(4, "te-a2a").check_heads(4, *heads)
+        Split(4, "te-a2a").backend.check_heads(4, *heads)
     for heads in ((8, 2), (6, 4), (8, 6)):
         with pytest.raises(ValueError, match=f"{heads[0]} query and {heads[1]} key/value heads"):
-            Split(4, "te-a2a").check_heads(4, *heads)
-        Split(4, "te-p2p").check_heads(4, *heads)
+            Split(4, "te-a2a").backend.check_heads(4, *heads)
+        Split(4, "te-p2p").backend.check_heads(4, *heads)
 
 
 def test_every_token_is_on_one_rank() -> None:
@@ -122,7 +124,7 @@ def test_every_token_is_on_one_rank() -> None:
 
 
 def test_long_samples_are_balanced() -> None:
-    tokens = member_tokens(np.array([1000, 37, 64]), Split(4)).sum(axis=1)
+    tokens = np.array(Split(4).deal(np.array([1000, 37, 64])).member_tokens)
     assert tokens.max() - tokens.min() <= 3
 
 
@@ -163,13 +165,13 @@ def expected_pairs(
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_rounds_of_a_ring_cover_every_pair_once(is_causal: bool) -> None:
     for parts in random_nodes(60):
-        degree = parts[0].ring_degree
+        degree = parts[0].num_members
         lengths = dict(zip(parts[0].samples.tolist(), parts[0].lengths.tolist(), strict=True))
         for member in range(degree):
             queries = member_rows(parts, member)
             seen = []
             for source in range(degree):
-                block = ring_block(parts[0], member, source, is_causal)
+                block = ring_block(parts[0].dealing, member, source, is_causal)
                 seen += pairs(block, queries, member_rows(parts, source), None)
             assert sorted(seen) == expected_pairs(queries, lengths, is_causal, None)
 
@@ -178,12 +180,13 @@ def test_the_rounds_of_a_ring_cover_every_pair_once(is_causal: bool) -> None:
     ("is_causal", "window"), [(True, None), (False, None), (True, 0), (True, 5)]
 )
 def test_gathered_keys_cover_every_pair_once(is_causal: bool, window: int | None) -> None:
+    mask = KeyMask(is_causal, window)
     for parts in random_nodes(60):
         lengths = dict(zip(parts[0].samples.tolist(), parts[0].lengths.tolist(), strict=True))
         for part in parts:
             keys, others, held = [], set(), []
-            for source in range(part.ring_degree):
-                rows = seen_keys(part, part.member, source, is_causal, window)
+            for source in range(part.num_members):
+                rows = seen_keys(part.dealing, part.member, source, mask)
                 stream = member_rows(parts, source)
                 held.append(rows)
                 keys += [stream[row] for row in rows]
@@ -192,7 +195,7 @@ def test_gathered_keys_cover_every_pair_once(is_causal: bool, window: int | None
                 else:
                     others |= {stream[row] for row in rows}
             queries, seen = member_rows(parts, part.member), []
-            for block in gather_blocks(part, held, is_causal, window):
+            for block in gather_blocks(part.dealing, part.member, held, mask):
                 assert len(set(block.kv_rows.tolist())) == len(block.kv_rows)
                 seen += pairs(block, queries, keys, window)
             assert sorted(seen) == expected_pairs(queries, lengths, is_causal, window)
@@ -201,13 +204,13 @@ def test_gathered_keys_cover_every_pair_once(is_causal: bool, window: int | None
 
 def test_gathered_rows_lead_from_samples_to_members() -> None:
     for parts in random_nodes(20):
-        keys = [k for member in range(parts[0].ring_degree) for k in member_rows(parts, member)]
+        keys = [k for member in range(parts[0].num_members) for k in member_rows(parts, member)]
         in_order = [
             (sample, position)
             for sample, length in zip(parts[0].samples, parts[0].lengths, strict=True)
             for position in range(length)
         ]
-        assert [keys[row] for row in gathered_rows(parts[0])] == in_order
+        assert [keys[row] for row in gathered_rows(parts[0].dealing)] == in_order
 
 
 def test_the_rest_of_a_slice_is_the_end_of_its_rows() -> None:

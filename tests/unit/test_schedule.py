@@ -7,16 +7,9 @@ from itertools import combinations, pairwise
 import pytest
 
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, MAX_CHOICES, NodeOrders, in_order, safe_orders
+from megatron_nsp.plan.phases import Pass, Phase, Queue
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.schedule import (
-    Pass,
-    Phase,
-    Queue,
-    Step,
-    build_schedule,
-    collectives,
-    communicates,
-)
+from megatron_nsp.plan.schedule import Step, build_schedule, collectives, communicates
 from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.testing.random_plans import (
@@ -169,7 +162,7 @@ def test_nothing_is_on_its_way_while_a_native_node_runs(pass_: Pass, overlap: bo
                 key = step.node, step.round
                 if step.phase is Phase.NATIVE:
                     num_native += 1
-                    assert not sent and splits[step.node].is_native
+                    assert not sent and splits[step.node].backend.is_native
                 elif step.phase in (Phase.PROLOGUE, Phase.RETURN):
                     sent.append((step.phase, *key))
                 elif step.phase is Phase.COMPUTE:

@@ -12,9 +12,10 @@ from megatron_nsp.cost.models import known_model
 from megatron_nsp.cost.profile import AttentionRate, load_profile
 from megatron_nsp.cost.saving import aware_of_saving, kept_output
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders, in_order
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import mark_saved
-from megatron_nsp.plan.schedule import Pass, Phase, Step, build_schedule, communicates
+from megatron_nsp.plan.schedule import Step, build_schedule, communicates
 from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.planner import plan_batch

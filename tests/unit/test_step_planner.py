@@ -13,9 +13,9 @@ from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.cost.score import PlanScore
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.order import NodeOrders
+from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import SavedSamples
-from megatron_nsp.plan.schedule import Pass
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.steps.sampler import Batch, BatchSampler

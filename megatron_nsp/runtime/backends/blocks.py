@@ -3,6 +3,7 @@
 Made once for a micro-batch and used by every layer and pass.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,15 +12,7 @@ from torch import Tensor
 
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.layout import NodeSlice
-from megatron_nsp.plan.ring_rows import (
-    BlockRows,
-    filled_bounds,
-    filled_rows,
-    gather_blocks,
-    ring_block,
-    seen_keys,
-)
-from megatron_nsp.plan.split import Split
+from megatron_nsp.plan.ring_rows import BlockRows, KeyMask
 from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
 
 
@@ -119,71 +112,18 @@ class Round:
 Rounds = tuple[Round, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Filled:
-    """A native node's samples where all chunks are filled up to the same length.
-
-    Attributes:
-        rows: where this rank's tokens are among its filled-up rows.
-        num_rows: how many these are.
-        samples: bounds of the whole samples, filled up.
-    """
-
-    rows: Rows
-    num_rows: int
-    samples: SampleBounds
-
-    @classmethod
-    def of(cls, part: NodeSlice) -> "Filled":
-        """Of this rank's slice of a native node."""
-        bounds = filled_bounds(part)
-        num_rows = int(bounds[-1]) // part.ring_degree
-        return cls(Rows.of(filled_rows(part), num_rows), num_rows, SampleBounds(bounds))
-
-    def fill(self, x: Tensor) -> Tensor:
-        """`[num_rows, ...]` the rank's rows of `x` in their places, zeros elsewhere; a copy."""
-        filled = x.new_zeros(self.num_rows, *x.shape[1:])
-        self.rows.put(filled, x)
-        return filled
+def key_mask(mask: AttentionMask) -> KeyMask:
+    """What planning needs to know of a mask."""
+    return KeyMask(mask.is_causal, mask.window_left)
 
 
-def split_for(split: Split, mask: AttentionMask) -> Split:
-    """How a node divides attention under a mask: sliding windows need their keys gathered."""
-    if split.ring_degree > 1 and not split.is_native and mask.window_left is not None:
-        return Split(split.ring_degree, "gather")
-    return split
+def one_round(part: NodeSlice, mask: AttentionMask) -> Rounds:
+    """The rounds of a node with one ring member: a single call on the whole stream."""
+    everything = Rows(None, part.stream_tokens)
+    block = Block(everything, everything, SampleBounds(part.cu_seqlens), mask.is_causal)
+    return (Round((block,)),)
 
 
-def node_rounds(part: NodeSlice, mask: AttentionMask) -> Rounds:
-    """The kernel calls of a rank in each round of a node."""
-    split, streams = split_for(part.split, mask), part.member_tokens
-    if split.ring_degree == 1:
-        samples = SampleBounds(part.cu_seqlens)
-        everything = Rows(None, part.stream_tokens)
-        return (Round((Block(everything, everything, samples, mask.is_causal),)),)
-    if split.outer == "gather":
-        return Round(), _gather_round(part, mask)
-    rounds = []
-    for number in range(split.ring_degree):
-        source = (part.member - number) % split.ring_degree
-        user = (part.member + number) % split.ring_degree
-        block = ring_block(part, part.member, source, mask.is_causal)
-        used = ring_block(part, user, part.member, mask.is_causal).kv_rows
-        calls = _calls((block,), part.stream_tokens, streams[source])
-        rounds.append(Round(calls, (Rows.of(used, part.stream_tokens),) if number else ()))
-    return tuple(rounds)
-
-
-def _gather_round(part: NodeSlice, mask: AttentionMask) -> Round:
-    how, members = (mask.is_causal, mask.window_left), range(part.ring_degree)
-    held = [seen_keys(part, part.member, source, *how) for source in members]
-    counts = tuple(map(len, held))
-    returned = tuple(
-        Rows.of(seen_keys(part, user, part.member, *how), part.stream_tokens) for user in members
-    )
-    calls = _calls(gather_blocks(part, held, *how), part.stream_tokens, sum(counts))
-    return Round(calls, returned, counts)
-
-
-def _calls(blocks: tuple[BlockRows, ...], num_queries: int, num_keys: int) -> tuple[Block, ...]:
+def kernel_calls(blocks: Sequence[BlockRows], num_queries: int, num_keys: int) -> tuple[Block, ...]:
+    """The calls that compute these rows of so many queries and keys; those of nothing left out."""
     return tuple(Block.of(rows, num_queries, num_keys) for rows in blocks if len(rows.q_lengths))

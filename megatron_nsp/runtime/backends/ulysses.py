@@ -38,7 +38,7 @@ def join_heads(x_uTnD: Tensor, num_heads: int) -> Tensor:
 
 def own_heads(part: NodeSlice, num_heads: int) -> slice:
     """The query heads that this rank attends with."""
-    each = num_heads // part.ulysses_degree
+    each = num_heads // part.member_ranks
     return slice(part.rank_in_member * each, (part.rank_in_member + 1) * each)
 
 
@@ -60,7 +60,7 @@ class ToHeads:
         rank_tokens: Sequence[tuple[int, ...]],
     ) -> None:
         """Packs; a member of one rank has nothing to exchange."""
-        self._degree, self._tensors = part.ulysses_degree, tensors
+        self._degree, self._tensors = part.member_ranks, tensors
         if self._degree == 1:
             self.exchange = keep(tensors[0])
             return
@@ -109,7 +109,7 @@ class ToTokens:
         num_heads: Sequence[int],
     ) -> None:
         """Packs; a member of one rank has nothing to exchange."""
-        self._degree, self._tensors, self._num_heads = part.ulysses_degree, tensors, num_heads
+        self._degree, self._tensors, self._num_heads = part.member_ranks, tensors, num_heads
         if self._degree == 1:
             self.exchange = keep(tensors[0])
             return

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_nsp.plan.split import NATIVE
+from megatron_nsp.plan.backends import NATIVE
 from megatron_nsp.runtime.kernels.base import (
     AttentionKernel,
     AttentionMask,
