@@ -43,7 +43,8 @@ from megatron_nsp.plan.schedule import Pass, Phase
 from megatron_nsp.plan.split import ULYSSES, Split
 from megatron_nsp.runtime.backends.base import NodeCall
 from megatron_nsp.runtime.backends.blocks import Rows, node_rounds
-from megatron_nsp.runtime.backends.node import Merged, NodeForward
+from megatron_nsp.runtime.backends.merged import Merged
+from megatron_nsp.runtime.backends.node import NodeForward
 from megatron_nsp.runtime.executor import run_exchange
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionKernel, AttentionMask, SampleBounds

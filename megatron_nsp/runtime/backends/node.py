@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_nsp.runtime.backends.base import Exchange, NodeCall
-from megatron_nsp.runtime.backends.blocks import Rows, split_for
+from megatron_nsp.runtime.backends.blocks import split_for
+from megatron_nsp.runtime.backends.merged import Merged
 from megatron_nsp.runtime.backends.ring import Gather, KeyExchange, KeysValues, Ring
 from megatron_nsp.runtime.backends.ulysses import ToHeads, ToTokens, own_heads
 from megatron_nsp.runtime.kernels.base import lse_dtype
-from megatron_nsp.runtime.kernels.sink import add_sink, log_add_exp, sink_gradient
+from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,23 +63,6 @@ def _key_exchange(call: NodeCall, k_SnD: Tensor, v_SnV: Tensor) -> KeyExchange |
 def _own_sinks(call: NodeCall) -> Tensor | None:
     sink_H = call.sink_H
     return None if sink_H is None else sink_H[own_heads(call.part, len(sink_H))]
-
-
-class Merged:
-    """Output and LSE of queries whose keys come in parts."""
-
-    def __init__(self, q_ShD: Tensor, value_dim: int) -> None:
-        dtype = lse_dtype(q_ShD.dtype)
-        self.out_ShV = q_ShD.new_zeros(*q_ShD.shape[:2], value_dim, dtype=dtype)
-        self.lse_hS = q_ShD.new_full((q_ShD.shape[1], q_ShD.shape[0]), float("-inf"), dtype=dtype)
-
-    def merge(self, rows: Rows, out_ShV: Tensor, lse_hS: Tensor) -> None:
-        """Adds what `rows` of the queries got from further keys."""
-        old_lse = rows.take(self.lse_hS, dim=1)
-        lse = log_add_exp(old_lse, lse_hS)
-        kept, added = (torch.exp(x - lse).transpose(0, 1).unsqueeze(2) for x in (old_lse, lse_hS))
-        rows.put(self.out_ShV, rows.take(self.out_ShV) * kept + out_ShV * added)
-        rows.put(self.lse_hS, lse, dim=1)
 
 
 class _Rounds(ABC):
@@ -189,8 +173,8 @@ class NodeForward(_Rounds):
     def epilogue(self) -> Exchange:
         """See `NodePass.epilogue`."""
         if self._merged is not None:
-            self._out = self._merged.out_ShV.to(self._q_ShD.dtype)
-            self._lse, self._merged = self._merged.lse_hS, None
+            self._out, self._lse = self._merged.result()
+            self._merged = None
         sinks = _own_sinks(self.call)
         if sinks is not None:
             self._out, self._lse = add_sink(self._out, self._lse, sinks)

@@ -47,9 +47,9 @@ class ReferenceKernel:
             q = q_SHD[rows].to(dtype)
             k, v = (x[keys].to(dtype).repeat_interleave(repeat, dim=1) for x in (k_CKD, v_CKV))
             scores = _scores(q, k, mask)
-            lse = torch.logsumexp(scores, dim=-1)
-            lse_HS[:, rows] = lse
-            probs = torch.exp(scores - lse.unsqueeze(-1))
+            lse_HS[:, rows] = torch.logsumexp(scores, dim=-1)
+            # exp(scores - lse) would add up to 1 only within the rounding of an LSE of thousands.
+            probs = torch.softmax(scores, dim=-1)
             out_SHV[rows] = torch.einsum("hsc,chd->shd", probs, v).to(q_SHD.dtype)
         return out_SHV, lse_HS
 
