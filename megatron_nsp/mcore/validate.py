@@ -15,7 +15,7 @@ from megatron_nsp.mcore.model import recomputed_layers
 from megatron_nsp.plan.split import NATIVE
 from megatron_nsp.plan.static_layout import static_groups
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.runtime.kernels import AttentionKernel, require_lse
+from megatron_nsp.runtime.kernels import AttentionKernel, require_lse, takes_32_bits
 
 
 def domain_size(args: argparse.Namespace) -> int:
@@ -188,7 +188,7 @@ def check_attention(args: argparse.Namespace) -> None:
     check_window(args)
     check_checkpoints(args)
     kernel, is_half = args.nsp_kernel, args.bf16 or args.fp16
-    if not args.nsp_cpu and kernel not in ("cpu-flash", "reference") and not is_half:
+    if not args.nsp_cpu and not takes_32_bits(kernel) and not is_half:
         raise ValueError(f"--nsp-kernel {kernel} on GPUs needs --bf16 or --fp16")
 
 

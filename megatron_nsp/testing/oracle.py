@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import AttentionMask, AttentionState, SampleBounds, VarlenCall
 from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 
@@ -72,10 +72,11 @@ def attention_oracle(
     q, k, v, dout = (
         x.double() for x in (inputs.q_NHD, inputs.k_NKD, inputs.v_NKD, inputs.dout_NHD)
     )
-    out, lse = kernel.forward(q, k, v, samples, mask)
+    call = VarlenCall(samples, mask)
+    out, lse = kernel.forward(q, k, v, call)
     if sink_H is not None:
         out, lse = add_sink(out, lse, sink_H.double())
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, samples, mask)
+    dq, dk, dv = kernel.backward(dout, AttentionState(q, k, v, out, lse), call)
     results = {"out": out, "dq": dq, "dk": dk, "dv": dv}
     if sink_H is not None:
         results["dsink"] = sink_gradient(dout, out, lse, sink_H.double())

@@ -12,7 +12,7 @@ from megatron_nsp.plan.split import ULYSSES, Split
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.runtime.backends.blocks import Rows
 from megatron_nsp.runtime.backends.merged import Merged
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds, VarlenCall
 from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 from megatron_nsp.testing.oracle import AttentionInputs
@@ -148,10 +148,11 @@ def test_sinks_of_rows_that_see_no_key() -> None:
 
 def test_the_definition_too_has_weights_that_add_up_to_one() -> None:
     """Its output of equal values, in float32 at scores of some thousands."""
-    samples, ones = SampleBounds(np.array([0, ROWS])), torch.ones(ROWS, NUM_HEADS, DIM)
+    mask, ones = AttentionMask(1.0, is_causal=False), torch.ones(ROWS, NUM_HEADS, DIM)
+    call = VarlenCall(SampleBounds(np.array([0, ROWS])), mask)
     torch.manual_seed(0)
     q, k = (40 * torch.randn(ROWS, NUM_HEADS, DIM) for _ in range(2))
-    out, lse = ReferenceKernel().forward(q, k, ones, samples, AttentionMask(1.0, is_causal=False))
+    out, lse = ReferenceKernel().forward(q, k, ones, call)
     assert float(lse.max()) > 5000
     torch.testing.assert_close(out, ones, rtol=0, atol=1e-6)
 

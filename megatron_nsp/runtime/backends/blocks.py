@@ -20,7 +20,7 @@ from megatron_nsp.plan.ring_rows import (
     seen_keys,
 )
 from megatron_nsp.plan.split import Split
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds, VarlenCall
 
 
 @dataclass(eq=False)
@@ -94,9 +94,11 @@ class Block:
             rows.is_causal,
         )
 
-    def mask_of(self, mask: AttentionMask) -> AttentionMask:
-        """The mask of this call in a layer with `mask`."""
-        return mask if self.is_causal else replace(mask, is_causal=False, window_left=None)
+    def call(self, mask: AttentionMask) -> VarlenCall:
+        """What a kernel is called with in a layer with `mask`."""
+        if not self.is_causal:
+            mask = replace(mask, is_causal=False, window_left=None)
+        return VarlenCall(self.samples, mask)
 
 
 @dataclass(frozen=True, eq=False)

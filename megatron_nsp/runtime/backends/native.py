@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_nsp.runtime.backends.base import NodeCall
 from megatron_nsp.runtime.backends.node import Gradients
+from megatron_nsp.runtime.kernels.base import VarlenCall
 
 
 def check_native(call: NodeCall, num_heads: int, num_kv_heads: int, num_saved: int) -> None:
@@ -86,7 +87,8 @@ class NativeForward:
         q, k, v = (filled.fill(x).requires_grad_(self._has_backward) for x in self._inputs)
         method = call.part.split.outer.removeprefix("te-")
         with torch.set_grad_enabled(self._has_backward):
-            out = call.native.attend(q, k, v, filled.samples, call.mask, call.group, method)
+            varlen = VarlenCall(filled.samples, call.mask)
+            out = call.native.attend(q, k, v, varlen, call.group, method)
         self._out_THV.copy_(filled.rows.take(out.detach()))
         self.graph = Graph((q, k, v), out)
 

@@ -18,7 +18,7 @@ from megatron_nsp.runtime.backends.blocks import split_for
 from megatron_nsp.runtime.backends.merged import Merged
 from megatron_nsp.runtime.backends.ring import Gather, KeyExchange, KeysValues, Ring
 from megatron_nsp.runtime.backends.ulysses import ToHeads, ToTokens, own_heads
-from megatron_nsp.runtime.kernels.base import lse_dtype
+from megatron_nsp.runtime.kernels.base import AttentionState, lse_dtype
 from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 
 
@@ -154,8 +154,7 @@ class NodeForward(_Rounds):
                 block.q_rows.take(self._q_ShD),
                 block.kv_rows.take(k),
                 block.kv_rows.take(v),
-                block.samples,
-                block.mask_of(call.mask),
+                block.call(call.mask),
             )
             if self._merged is None:
                 self._out, self._lse = out, lse
@@ -260,16 +259,15 @@ class NodeBackward(_Rounds):
         assert state is not None
         for block in call.rounds[number].blocks:
             q_rows, kv_rows = block.q_rows, block.kv_rows
-            dq, dk, dv = call.kernel.backward(
-                q_rows.take(self._dout_ShV),
+            of_block = AttentionState(
                 q_rows.take(state.q_ShD),
                 kv_rows.take(k),
                 kv_rows.take(v),
                 q_rows.take(state.out_ShV),
                 q_rows.take(state.lse_hS, dim=1),
-                block.samples,
-                block.mask_of(call.mask),
             )
+            dout = q_rows.take(self._dout_ShV)
+            dq, dk, dv = call.kernel.backward(dout, of_block, block.call(call.mask))
             if self._totals is None:
                 self._dqkv: tuple[Tensor, ...] = (dq, dk, dv)
                 continue
