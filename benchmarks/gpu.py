@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 from unittest import mock
 
 import numpy as np
@@ -44,7 +44,9 @@ from megatron_nsp.runtime.kernels import (
     KERNELS,
     AttentionKernel,
     AttentionMask,
+    AttentionState,
     SampleBounds,
+    VarlenCall,
     choose_kernel,
 )
 from megatron_nsp.runtime.profiler import GPU_EFFORT, Effort, Profiler
@@ -131,7 +133,7 @@ def check_kernels(device: torch.device, sizes: Sizes) -> dict[str, Any]:
                     )
                 )
                 table[f"{kernel.name}, {name}, {kind}"] = kernel_errors(
-                    kernel, dout, q, k, v, samples, mask
+                    kernel, dout, q, k, v, VarlenCall(samples, mask)
                 )
     return table
 
@@ -172,9 +174,9 @@ def check_offsets(kernel: AttentionKernel, device: torch.device, sizes: Sizes) -
     plain = nested_gradients((q, k, v), dout.contiguous(), batch, runtime)
     same = all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
     finite = all(bool(torch.isfinite(x).all()) for x in plain)
-    samples = SampleBounds(np.array([0, rows]))
+    call = VarlenCall(SampleBounds(np.array([0, rows])), AttentionMask(0.125))
     try:
-        kernel.forward(wide[:, :128].unflatten(1, (2, 64)), k, v, samples, AttentionMask(0.125))
+        kernel.forward(wide[:, :128].unflatten(1, (2, 64)), k, v, call)
         refused = False
     except ValueError:
         refused = True
@@ -191,10 +193,8 @@ def simulated_exchange(exchange: Exchange, rank: int, delay: Callable[[], None])
     return torch.cat([block] * len(exchange.recv_counts))
 
 
-class NoisyKernel:
+class NoisyKernel(AttentionKernel):
     """A kernel before which memory is handed out, spoilt and given back."""
-
-    returns_lse = True
 
     def __init__(self, kernel: AttentionKernel, sizes: list[int], device: torch.device) -> None:
         """Spoils tensors of these numbers of elements."""
@@ -204,15 +204,19 @@ class NoisyKernel:
         for size in self.sizes:
             torch.full((size,), float("nan"), device=self.device, dtype=torch.bfloat16)
 
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """The kernel's."""
+    @override
+    def forward(
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
+    ) -> tuple[Tensor, Tensor]:
         self._spoil()
-        return self.kernel.forward(*args)
+        return self.kernel.forward(q_SHD, k_CKD, v_CKV, call)
 
-    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The kernel's."""
+    @override
+    def backward(
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self._spoil()
-        return self.kernel.backward(*args)
+        return self.kernel.backward(dout_SHV, state, call)
 
 
 def check_streams(
@@ -231,7 +235,7 @@ def check_streams(
     inputs = tuple(torch.randn(rows, 8, 64, device=device).bfloat16() for _ in range(3))
     dout = torch.randn(rows, 8, 64, device=device).bfloat16()
     noise = [rows * 64 * factor for factor in (1, 2, 3, 8, 24)]
-    noisy: Any = NoisyKernel(kernel, noise, device)
+    noisy = NoisyKernel(kernel, noise, device)
 
     def delay() -> None:
         if device.type == "cuda":

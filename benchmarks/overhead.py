@@ -44,7 +44,7 @@ def worker() -> None:
     from megatron_nsp.mcore import pretrain, spec
     from megatron_nsp.mcore.data import MicroBatch
     from megatron_nsp.mcore.params import NestedSeqParams
-    from megatron_nsp.runtime.kernels import SampleBounds
+    from megatron_nsp.runtime.kernels import AttentionState, SampleBounds, VarlenCall
     from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 
     kernel = CpuFlashKernel()
@@ -53,14 +53,15 @@ def worker() -> None:
         @staticmethod
         def forward(ctx: Any, q: Any, k: Any, v: Any, samples: Any, mask: Any) -> Any:
             q, k, v = (x.contiguous() for x in (q, k, v))
-            out, lse = kernel.forward(q, k, v, samples, mask)
+            ctx.call = VarlenCall(samples, mask)
+            out, lse = kernel.forward(q, k, v, ctx.call)
             ctx.save_for_backward(q, k, v, out, lse)
-            ctx.call = samples, mask
             return out
 
         @staticmethod
         def backward(ctx: Any, dout: Any) -> Any:
-            return (*kernel.backward(dout.contiguous(), *ctx.saved_tensors, *ctx.call), None, None)
+            state = AttentionState(*ctx.saved_tensors)
+            return (*kernel.backward(dout.contiguous(), state, ctx.call), None, None)
 
     @dataclass
     class PlainSeqParams(NestedSeqParams):

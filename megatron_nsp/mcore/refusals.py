@@ -20,7 +20,7 @@ from megatron_nsp.mcore.cpu.args import CPU_ARGS, CpuArgument
 from megatron_nsp.mcore.layers import ATTENTION_LAYERS, LAYERS
 from megatron_nsp.mcore.refusal import Refusal, Values
 from megatron_nsp.plan.backends import backends_of
-from megatron_nsp.runtime.kernels import AttentionKernel
+from megatron_nsp.runtime.kernels import AttentionKernel, takes_32_bits
 
 
 def _least_one(flag: str, name: str) -> Refusal:
@@ -657,7 +657,7 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         Refusal(
             "--nsp-kernel",
             lambda nsp_kernel, nsp_cpu, bf16, fp16: (
-                not nsp_cpu and nsp_kernel not in ("cpu-flash", "reference") and not (bf16 or fp16)
+                not nsp_cpu and not takes_32_bits(nsp_kernel) and not (bf16 or fp16)
             ),
             "--nsp-kernel {nsp_kernel} on GPUs needs --bf16 or --fp16",
             "attention kernels for GPUs take 16-bit floats",

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, override
 
 import numpy as np
 import torch
@@ -47,7 +47,13 @@ from megatron_nsp.runtime.backends.blocks import Rows
 from megatron_nsp.runtime.backends.merged import Merged
 from megatron_nsp.runtime.executor import run_exchange
 from megatron_nsp.runtime.groups import NestedGroups
-from megatron_nsp.runtime.kernels import AttentionKernel, AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import (
+    AttentionKernel,
+    AttentionMask,
+    AttentionState,
+    SampleBounds,
+    VarlenCall,
+)
 
 Say = Callable[[str], None]
 Work = Callable[[], None]
@@ -211,12 +217,13 @@ class Profiler:
             samples = SampleBounds(np.arange(count + 1) * length)
             q, dout = (self._heads(count * length, model.num_heads) for _ in range(2))
             k, v = (self._heads(count * length, model.num_kv_heads) for _ in range(2))
-            out, lse = self.kernel.forward(q, k, v, samples, mask)
+            call = VarlenCall(samples, mask)
+            state = AttentionState(q, k, v, *self.kernel.forward(q, k, v, call))
 
-            def fwd(args: tuple = (q, k, v, samples, mask)) -> None:
+            def fwd(args: tuple = (q, k, v, call)) -> None:
                 self.kernel.forward(*args)
 
-            def bwd(args: tuple = (dout, q, k, v, out, lse, samples, mask)) -> None:
+            def bwd(args: tuple = (dout, state, call)) -> None:
                 self.kernel.backward(*args)
 
             flops = 2.0 * length**2 * count * model.num_heads * model.head_dim
@@ -325,13 +332,13 @@ class Profiler:
 
     def _launch_us(self) -> float:
         self.say("launches")
-        model, samples = self.model, SampleBounds(np.array([0, 1]))
+        model = self.model
         q = self._heads(1, model.num_heads)
         k, v = (self._heads(1, model.num_kv_heads) for _ in range(2))
-        mask = AttentionMask(model.head_dim**-0.5)
+        call = VarlenCall(SampleBounds(np.array([0, 1])), AttentionMask(model.head_dim**-0.5))
 
         def launch() -> None:
-            self.kernel.forward(q, k, v, samples, mask)
+            self.kernel.forward(q, k, v, call)
 
         return 1e6 * self._over_ranks(self._time(launch), statistics.median)
 
@@ -355,19 +362,24 @@ def _forward(call: NodeCall, tensors: NodeTensors) -> ForwardPass:
     return mechanism(call.part.split, call.mask).forward(call, tensors, has_backward=False)
 
 
-class _NoKernel:
+class _NoKernel(AttentionKernel):
     """Gives out what it was given: an exchange without the attention in between."""
 
     name = "none"
-    returns_lse = True
 
     def __init__(self, out_SHV: Tensor, lse_HS: Tensor) -> None:
         self.result = out_SHV, lse_HS
 
-    def forward(self, *_: Any) -> tuple[Tensor, Tensor]:
+    @override
+    def forward(
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
+    ) -> tuple[Tensor, Tensor]:
         return self.result
 
-    def backward(self, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    @override
+    def backward(
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
         raise AssertionError("only forward is timed")
 
 

@@ -1,13 +1,19 @@
 """Errors of a kernel in 16 bits against the definition in float64, on the same inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_nsp.runtime.backends.ulysses import join_heads, split_heads
-from megatron_nsp.runtime.kernels import AttentionKernel, AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import (
+    AttentionKernel,
+    AttentionMask,
+    AttentionState,
+    SampleBounds,
+    VarlenCall,
+)
 from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 from megatron_nsp.testing.oracle import relative_errors
 
@@ -15,22 +21,13 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def kernel_errors(
-    kernel: AttentionKernel,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    samples: SampleBounds,
-    mask: AttentionMask,
+    kernel: AttentionKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall
 ) -> dict[str, float]:
     """Relative errors of output and gradients, and the largest error of the LSE if it gives one."""
-    exact = ReferenceKernel()
-    out, lse = kernel.forward(q, k, v, samples, mask)
-    found = (out, *kernel.backward(dout, q, k, v, out, lse, samples, mask))
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    exact_out, exact_lse = exact.forward(q, k, v, samples, mask)
-    grads = exact.backward(dout, q, k, v, exact_out, exact_lse, samples, mask)
-    errors = _named_errors(found, (exact_out, *grads))
+    (out, lse), grads = _attention(kernel, (dout, q, k, v), call)
+    doubles = (x.double() for x in (dout, q, k, v))
+    (exact_out, exact_lse), exact_grads = _attention(ReferenceKernel(), doubles, call)
+    errors = _named_errors((out, *grads), (exact_out, *exact_grads))
     if kernel.returns_lse:
         errors["lse"] = float((lse.double() - exact_lse).abs().max())
     return errors
@@ -51,20 +48,19 @@ def errors_by_degree(
         degrees: degrees that divide 8.
     """
     table: dict[str, dict[str, float]] = {}
-    samples, mask = SampleBounds(np.array([0, tokens])), AttentionMask(0.125)
+    call = VarlenCall(SampleBounds(np.array([0, tokens])), AttentionMask(0.125))
     for num_kv_heads in (8, 2):
         torch.manual_seed(0)
         dout, q, k, v = (
             torch.randn(tokens, heads, 64, device=device).bfloat16()
             for heads in (8, 8, num_kv_heads, num_kv_heads)
         )
-        exact = _exact_attention(dout, q, k, v, samples, mask)
+        exact = _exact_attention(dout, q, k, v, call)
         for degree in degrees:
             per_rank = []
             for heads in zip(*(split_heads(x, degree) for x in (dout, q, k, v)), strict=True):
-                own_dout, own_q, own_k, own_v = (x.contiguous() for x in heads)
-                out, lse = kernel.forward(own_q, own_k, own_v, samples, mask)
-                grads = kernel.backward(own_dout, own_q, own_k, own_v, out, lse, samples, mask)
+                own = (x.contiguous() for x in heads)
+                (out, _), grads = _attention(kernel, own, call)
                 per_rank.append((out, *grads))
             joined = [
                 join_heads(torch.stack(parts), one.shape[1])
@@ -80,14 +76,22 @@ def _named_errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str,
     )
 
 
+def _attention(
+    kernel: AttentionKernel, tensors: Iterable[Tensor], call: VarlenCall
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Output and LSE, and the gradients of q, k and v, of `tensors` dout, q, k and v."""
+    dout, q, k, v = tensors
+    out, lse = kernel.forward(q, k, v, call)
+    return (out, lse), kernel.backward(dout, AttentionState(q, k, v, out, lse), call)
+
+
 def _exact_attention(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, samples: SampleBounds, mask: AttentionMask
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall
 ) -> list[Tensor]:
     """Output and gradients, one key/value head after another for the sake of memory."""
     kernel, parts = ReferenceKernel(), []
     for heads in zip(*(split_heads(x, k.shape[1]) for x in (dout, q, k, v)), strict=True):
-        own_dout, own_q, own_k, own_v = (x.double().contiguous() for x in heads)
-        out, lse = kernel.forward(own_q, own_k, own_v, samples, mask)
-        grads = kernel.backward(own_dout, own_q, own_k, own_v, out, lse, samples, mask)
+        own = (x.double().contiguous() for x in heads)
+        (out, _), grads = _attention(kernel, own, call)
         parts.append((out, *grads))
     return [torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True)]

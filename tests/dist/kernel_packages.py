@@ -5,7 +5,6 @@ Each does as its package does where packages differ: how masks align, which head
 order of arguments, what is returned and what written in place, and the form of the LSE.
 """
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -18,38 +17,35 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_nsp.runtime.kernels.base import AttentionKernel, AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import AttentionKernel, VarlenCall, kernel_class
 from tests.dist import recorded_signatures as recorded
 from tests.dist.package_calls import (
-    DEFINITION,
     Arguments,
     Package,
     bounds_of,
     check_dims,
+    gradients,
     mask_of,
+    output,
     tensors,
 )
 from tests.dist.te_packages import te, te_module
 
 
 def flash_attn_2(package: Package) -> dict[str, dict[str, Any]]:
+    def call_of(a: Arguments) -> VarlenCall:
+        left, right = a["window_size_left"], a["window_size_right"]
+        return VarlenCall(bounds_of(a), mask_of(a["softmax_scale"], a["causal"], left, right))
+
     def forward(a: Arguments) -> tuple:
         check_dims(a)
         assert a["dropout_p"] == 0.0
-        mask = mask_of(
-            a["softmax_scale"], a["causal"], a["window_size_left"], a["window_size_right"]
-        )
-        out, lse = DEFINITION.forward(*tensors(a, "q", "k", "v"), bounds_of(a), mask)
-        return out, lse, torch.empty(0), torch.empty(2)
+        return *output(a, call_of(a)), torch.empty(0), torch.empty(2)
 
     def backward(a: Arguments) -> Tensor:
         check_dims(a)
         assert a["dropout_p"] == a["softcap"] == 0.0 and a["alibi_slopes"] is None
-        mask = mask_of(
-            a["softmax_scale"], a["causal"], a["window_size_left"], a["window_size_right"]
-        )
-        given = tensors(a, "dout", "q", "k", "v", "out", "softmax_lse")
-        grads = DEFINITION.backward(*given, bounds_of(a), mask)
+        grads = gradients(a, call_of(a), "dout q k v out softmax_lse")
         for place, grad in zip(tensors(a, "dq", "dk", "dv"), grads, strict=True):
             place.copy_(grad)
         return torch.empty(0)
@@ -81,15 +77,14 @@ def flash_attn_3(package: Package, is_first: bool) -> dict[str, dict[str, Any]]:
         check_dims(a, _wide_keys)
         assert all(a[name] is None for name in ("k_new", "qv", "seqused_q", "page_table"))
         mask = mask_of(a["softmax_scale"], a["causal"], *window(a))
-        out, lse = DEFINITION.forward(*tensors(a, "q", "k", "v"), bounds_of(a), mask)
-        return out, lse, torch.empty(0), torch.empty(0)
+        return *output(a, VarlenCall(bounds_of(a), mask)), torch.empty(0), torch.empty(0)
 
     def backward(a: Arguments) -> Tensor:
         check_dims(a, _wide_keys)
         causal = a["causal"] if is_first else a["is_causal"]
         mask = mask_of(a["softmax_scale"], causal, *window(a))
-        given = tensors(a, "dout", "q", "k", "v", "out", "softmax_lse")
-        grads = DEFINITION.backward(*given, bounds_of(a), mask)
+        call = VarlenCall(bounds_of(a), mask)
+        grads = gradients(a, call, "dout q k v out softmax_lse")
         for place, grad in zip(tensors(a, "dq", "dk", "dv"), grads, strict=True):
             place.copy_(grad)
         return torch.empty(0)
@@ -112,28 +107,26 @@ def flash_attn_3(package: Package, is_first: bool) -> dict[str, dict[str, Any]]:
 def flash_attn_4(package: Package) -> dict[str, dict[str, Any]]:
     """A side of the window without a limit is None; above a head dim of 128 little is left."""
 
-    def check(a: Arguments) -> AttentionMask:
+    def check(a: Arguments) -> VarlenCall:
         check_dims(a, lambda d, v: (d, v) == (192, 128))
         dims = (a["q"].shape[2], a["v"].shape[2])
         assert max(dims) <= 128 or dims in ((192, 128), (256, 256)), dims
         left, right = a["window_size_left"], a["window_size_right"]
-        return mask_of(
+        mask = mask_of(
             a["softmax_scale"],
             a["causal"],
             -1 if left is None else left,
             -1 if right is None else right,
         )
+        return VarlenCall(bounds_of(a), mask)
 
     def forward(a: Arguments) -> tuple:
-        mask = check(a)
+        call = check(a)
         assert a["return_lse"], "without gradients it gives no LSE unless asked"
-        out, lse = DEFINITION.forward(*tensors(a, "q", "k", "v"), bounds_of(a), mask)
-        return out, lse, None, None, None
+        return *output(a, call), None, None, None
 
     def backward(a: Arguments) -> tuple:
-        mask = check(a)
-        given = tensors(a, "dout", "q", "k", "v", "out", "lse")
-        return DEFINITION.backward(*given, bounds_of(a), mask)
+        return gradients(a, check(a), "dout q k v out lse")
 
     return {
         "flash_attn": {},
@@ -152,7 +145,7 @@ def cuda_varlen(package: Package) -> dict[str, dict[str, Any]]:
     """torch's own operators, by the schemas of the torch that is here."""
     import torch.nn.attention.varlen  # registers them
 
-    def mask_and_bounds(a: Arguments) -> tuple[SampleBounds, AttentionMask]:
+    def call_of(a: Arguments) -> VarlenCall:
         a = a | {"q": a["query"], "k": a["key"], "v": a["value"]}
         check_dims(a)
         names = {"cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k"}
@@ -160,19 +153,15 @@ def cuda_varlen(package: Package) -> dict[str, dict[str, Any]]:
         samples = bounds_of(a | {ours: a[theirs] for ours, theirs in names.items()})
         # The window alone decides: is_causal has no say where one is given.
         assert a["is_causal"] == (a["window_size"][1] == 0)
-        return samples, mask_of(a["scale"], False, *a["window_size"])
+        return VarlenCall(samples, mask_of(a["scale"], False, *a["window_size"]))
 
     def forward(a: Arguments) -> tuple:
-        samples, mask = mask_and_bounds(a)
         assert a["enable_gqa"] == (a["query"].shape[1] != a["key"].shape[1])
-        out, lse = DEFINITION.forward(*tensors(a, "query", "key", "value"), samples, mask)
-        return out, lse, torch.empty(2)
+        return *output(a, call_of(a), "query key value"), torch.empty(2)
 
     def backward(a: Arguments) -> tuple:
-        samples, mask = mask_and_bounds(a)
         assert a["rng_state"].shape == (2,)
-        given = tensors(a, "grad_out", "query", "key", "value", "out", "lse")
-        return DEFINITION.backward(*given, samples, mask)
+        return gradients(a, call_of(a), "grad_out query key value out lse")
 
     functions = {}
     for name, compute in (("_varlen_attn", forward), ("_varlen_attn_backward", backward)):
@@ -208,26 +197,14 @@ PACKAGES: dict[str, tuple[str, Callable[[Package], dict[str, dict[str, Any]]]]] 
 }
 """By what is tested: the kernel's name and the modules of its package."""
 
-OURS = (
-    "cuda_varlen",
-    "flash_attn2",
-    "flash_attn3",
-    "flash_attn4",
-    "te",
-    "te_attention",
-    "te_cp",
-    "te_module",
-)
-
 
 @contextmanager
 def installed(modules: dict[str, dict[str, Any]]) -> Iterator[None]:
     """These modules are all of the attention packages that can be imported."""
     modules = dict(modules)
     operators = modules.pop(OPERATORS, {})
-    ours = [f"megatron_nsp.runtime.kernels.{name}" for name in OURS]
     roots = ("flash_attn", "flash_attn_interface", "transformer_engine")
-    hidden = [name for name in sys.modules if name in ours or name.split(".")[0] in roots]
+    hidden = [name for name in sys.modules if name.split(".")[0] in roots]
     kept = {name: sys.modules.pop(name) for name in hidden}
     # None in sys.modules makes an import fail even where the real package is installed.
     sys.modules.update(dict.fromkeys(roots))  # type: ignore[arg-type]
@@ -243,17 +220,11 @@ def installed(modules: dict[str, dict[str, Any]]) -> Iterator[None]:
                 patches.enter_context(mock.patch.object(torch.ops.torch_attn, name, operator))
             yield
     finally:
-        for name in [*roots, *modules, *ours]:
+        for name in [*roots, *modules]:
             sys.modules.pop(name, None)
         sys.modules.update(kept)
 
 
 def kernel_of(name: str) -> AttentionKernel:
     """A kernel on CPU tensors, which `choose_kernel` would refuse."""
-    from megatron_nsp.runtime.kernels import _CHOICES
-
-    module, class_name = _CHOICES[name].place
-    made: AttentionKernel = getattr(
-        importlib.import_module(f"megatron_nsp.runtime.kernels.{module}"), class_name
-    )()
-    return made
+    return kernel_class(name)()

@@ -8,7 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import (
+    AttentionMask,
+    AttentionState,
+    SampleBounds,
+    VarlenCall,
+)
 from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 
 DEFINITION = ReferenceKernel()
@@ -71,3 +76,14 @@ def tensors(a: Arguments, *names: str) -> list[Tensor]:
     found = [a[name] for name in names]
     assert all(x.is_contiguous() for x in found)
     return found
+
+
+def output(a: Arguments, call: VarlenCall, names: str = "q k v") -> tuple[Tensor, Tensor]:
+    """Output and LSE by the definition, of the tensors with these names."""
+    return DEFINITION.forward(*tensors(a, *names.split()), call)
+
+
+def gradients(a: Arguments, call: VarlenCall, names: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by the definition, of dout, q, k, v, out and LSE with these names."""
+    dout, *state = tensors(a, *names.split())
+    return DEFINITION.backward(dout, AttentionState(*state), call)

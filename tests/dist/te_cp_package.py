@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nsp.runtime.kernels.base import SampleBounds
+from megatron_nsp.runtime.kernels import SampleBounds, VarlenCall
 from tests.dist import recorded_signatures as recorded
 from tests.dist.package_calls import Arguments, Package, bounds_of, check_dims
 from tests.dist.te_packages import plain_attention, te_mask
@@ -90,7 +90,7 @@ def te_cp(package: Package, check: Callable[[], None]) -> dict[str, dict[str, An
             assert mask.is_causal and samples.is_square
             order = rank_order(samples, cp)
             place = torch.argsort(order)
-            out = plain_attention(q[place], k[place], v[place], samples, mask)
+            out = plain_attention(q[place], k[place], v[place], VarlenCall(samples, mask))
             return out[order].chunk(cp)[self.group.rank()].flatten(1)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

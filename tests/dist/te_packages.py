@@ -5,16 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds, hidden_keys
+from megatron_nsp.runtime.kernels.base import (
+    AttentionMask,
+    SampleBounds,
+    VarlenCall,
+    hidden_keys,
+)
 from tests.dist import recorded_signatures as recorded
 from tests.dist.package_calls import (
-    DEFINITION,
     Arguments,
     Package,
     bounds_of,
     check_dims,
+    gradients,
     mask_of,
-    tensors,
+    output,
 )
 
 
@@ -31,7 +36,7 @@ def te_mask(a: Arguments, scale: float, samples: SampleBounds) -> AttentionMask:
 def te(package: Package, is_packed: bool) -> dict[str, dict[str, Any]]:
     """Statistics are `[t, h, 1]`, or `[samples, h, longest, 1]`, both with the values of LSE."""
 
-    def check(a: Arguments) -> tuple[SampleBounds, AttentionMask]:
+    def check(a: Arguments) -> VarlenCall:
         assert a["fused_attention_backend"] == "the F16 backend"
         assert a["fake_dtype"] == a["q"].dtype and a["dropout"] == 0.0
         assert (a["qkv_layout"], a["o_format"]) == ("thd_thd_thd", "thd")
@@ -40,12 +45,13 @@ def te(package: Package, is_packed: bool) -> dict[str, dict[str, Any]]:
         assert a["cu_seqlens_kv_padded"] is a["cu_seqlens_kv"]
         check_dims(a, lambda d, v: True)
         samples = bounds_of(a, "kv")
-        return samples, te_mask(a, a["attn_scale"], samples)
+        return VarlenCall(samples, te_mask(a, a["attn_scale"], samples))
 
     def forward(a: Arguments) -> tuple:
-        samples, mask = check(a)
+        call = check(a)
+        samples = call.samples
         assert a["is_training"], "else it gives no statistics"
-        out, lse = DEFINITION.forward(*tensors(a, "q", "k", "v"), samples, mask)
+        out, lse = output(a, call)
         if is_packed:
             stats = lse.transpose(0, 1).contiguous().unsqueeze(2)
         else:
@@ -55,7 +61,8 @@ def te(package: Package, is_packed: bool) -> dict[str, dict[str, Any]]:
         return out, [stats, torch.zeros(2, dtype=torch.int64)]
 
     def backward(a: Arguments) -> list:
-        samples, mask = check(a)
+        call = check(a)
+        samples = call.samples
         assert (a["do_format"], a["dqkv_layout"]) == ("thd", "thd_thd_thd")
         stats, rng_state = a["aux_ctx_tensors"]
         assert rng_state.shape == (2,) and rng_state.dtype == torch.int64
@@ -67,8 +74,8 @@ def te(package: Package, is_packed: bool) -> dict[str, dict[str, Any]]:
                 stats[i, :, : rows.stop - rows.start, 0] for i, rows in enumerate(samples.slices)
             ]
             lse = torch.cat(parts, dim=1)
-        dout, q, k, v, out = tensors(a, "d_o", "q", "k", "v", "o")
-        return [*DEFINITION.backward(dout, q, k, v, out, lse, samples, mask), None, None]
+        a = a | {"lse": lse.contiguous()}
+        return [*gradients(a, call, "d_o q k v o lse"), None, None]
 
     return {
         "transformer_engine": {},
@@ -82,11 +89,9 @@ def te(package: Package, is_packed: bool) -> dict[str, dict[str, Any]]:
     }
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, samples: SampleBounds, mask: AttentionMask
-) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall) -> Tensor:
     """Attention that autograd can differentiate."""
-    outs = []
+    samples, mask, outs = call.samples, call.mask, []
     for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
         repeat = q.shape[1] // k.shape[1]
         a, b, c = (
@@ -127,7 +132,7 @@ def te_module(package: Package) -> dict[str, dict[str, Any]]:
             check_dims({"q": q, "k": k, "v": v}, lambda d, v: True)
             samples = bounds_of({**a, "q": q, "k": k}, "kv")
             mask = te_mask(a, self.settings["softmax_scale"], samples)
-            return plain_attention(q, k, v, samples, mask).flatten(1)
+            return plain_attention(q, k, v, VarlenCall(samples, mask)).flatten(1)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
             return package.function(recorded.TE_MODULE_FORWARD, self.attend)(*args, **kwargs)

@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds, choose_kernel, require_lse
-from megatron_nsp.runtime.kernels.base import AttentionKernel
+from megatron_nsp.runtime.kernels import (
+    AttentionKernel,
+    AttentionMask,
+    AttentionState,
+    SampleBounds,
+    VarlenCall,
+    choose_kernel,
+    require_lse,
+)
 from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 from megatron_nsp.runtime.kernels.sink import add_sink
 from tests.dist.kernel_packages import PACKAGES, installed, kernel_of
@@ -71,15 +78,15 @@ def kernel(request: pytest.FixtureRequest, package: Package) -> Iterator[Attenti
 def test_calls_mean_what_the_definition_means(
     kernel: AttentionKernel, package: Package, name: str
 ) -> None:
-    samples, mask, *_ = CASES[name]
+    call = VarlenCall(*CASES[name][:2])
     dout, q, k, v = inputs(CASES[name])
     results: list[list[Tensor]] = []
     for each in (kernel, ReferenceKernel()):
-        out, lse = each.forward(q, k, v, samples, mask)
+        out, lse = each.forward(q, k, v, call)
         assert out.is_contiguous() and out.shape == dout.shape
         if each.returns_lse:
             assert lse.is_contiguous()
-        grads = each.backward(dout, q, k, v, out, lse, samples, mask)
+        grads = each.backward(dout, AttentionState(q, k, v, out, lse), call)
         results.append([out, *grads, *([lse] if kernel.returns_lse else [])])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
@@ -93,12 +100,12 @@ def test_backward_takes_the_output_and_lse_of_more_keys(kernel: AttentionKernel)
         with pytest.raises(ValueError, match=f"{kernel.name} gives no LSE, which a ring needs"):
             require_lse(kernel, "a ring")
         return
-    samples, mask, *_ = CASES["window"]
+    call = VarlenCall(*CASES["window"][:2])
     dout, q, k, v = inputs(CASES["window"])
-    out, lse = kernel.forward(q, k, v, samples, mask)
+    out, lse = kernel.forward(q, k, v, call)
     out, lse = add_sink(out, lse, torch.randn(4, dtype=torch.float64))
-    grads = kernel.backward(dout, q, k, v, out, lse, samples, mask)
-    expected = ReferenceKernel().backward(dout, q, k, v, out, lse, samples, mask)
+    grads = kernel.backward(dout, AttentionState(q, k, v, out, lse), call)
+    expected = ReferenceKernel().backward(dout, AttentionState(q, k, v, out, lse), call)
     for one, other in zip(grads, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -106,12 +113,12 @@ def test_backward_takes_the_output_and_lse_of_more_keys(kernel: AttentionKernel)
 def test_the_same_bits_are_asked_for_where_torch_asks(
     kernel: AttentionKernel, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples, mask, *_ = CASES["causal"]
+    call = VarlenCall(*CASES["causal"][:2])
     dout, q, k, v = inputs(CASES["causal"])
-    out, lse = kernel.forward(q, k, v, samples, mask)
+    out, lse = kernel.forward(q, k, v, call)
     for is_wanted in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda w=is_wanted: w)
-        kernel.backward(dout, q, k, v, out, lse, samples, mask)
+        kernel.backward(dout, AttentionState(q, k, v, out, lse), call)
         # The module asks torch itself when it is made.
         assert package.calls[-1].get("deterministic", is_wanted) == is_wanted
 
@@ -119,22 +126,23 @@ def test_the_same_bits_are_asked_for_where_torch_asks(
 def test_flash_attn_3_is_not_deterministic_on_wide_heads(
     package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples, mask, *_ = CASES["head dim 256"]
+    call = VarlenCall(*CASES["head dim 256"][:2])
     dout, q, k, v = inputs(CASES["head dim 256"])
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     with installed(PACKAGES["flash-attn-3, second"][1](package)):
         kernel = kernel_of("flash-attn-3")
-        out, lse = kernel.forward(q, k, v, samples, mask)
+        out, lse = kernel.forward(q, k, v, call)
         with pytest.raises(ValueError, match="deterministic below head dim 256 only, got 256"):
-            kernel.backward(dout, q, k, v, out, lse, samples, mask)
+            kernel.backward(dout, AttentionState(q, k, v, out, lse), call)
 
 
 def test_uneven_heads_and_strides_are_refused(kernel: AttentionKernel) -> None:
+    call = VarlenCall(WHOLE, CAUSAL)
     _, q, k, v = inputs(CASES["causal"])
     with pytest.raises(ValueError, match="4 query heads are no multiple of 3"):
-        kernel.forward(q, k[:, :3].contiguous(), v[:, :3].contiguous(), WHOLE, CAUSAL)
+        kernel.forward(q, k[:, :3].contiguous(), v[:, :3].contiguous(), call)
     with pytest.raises(ValueError, match=r"kernel input 0 .* not contiguous"):
-        kernel.forward(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, WHOLE, CAUSAL)
+        kernel.forward(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, call)
 
 
 @pytest.fixture
@@ -225,9 +233,9 @@ def test_kernels_without_lse_are_refused_where_one_is_needed(package: Package) -
 
 
 def test_sinks_cannot_be_added_without_lse(package: Package) -> None:
-    samples, mask, *_ = CASES["causal"]
+    call = VarlenCall(*CASES["causal"][:2])
     _, q, k, v = inputs(CASES["causal"])
     with installed(PACKAGES["te-module"][1](package)):
-        out, lse = kernel_of("te-module").forward(q, k, v, samples, mask)
+        out, lse = kernel_of("te-module").forward(q, k, v, call)
     with pytest.raises(ValueError, match="need the LSE of all 20 rows, the kernel gives 0"):
         add_sink(out, lse, torch.zeros(4))

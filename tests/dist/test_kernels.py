@@ -1,16 +1,35 @@
 """The CPU kernel against the definition, and the definition against autograd's own derivative."""
 
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds, choose_kernel
+from megatron_nsp.runtime import kernels
+from megatron_nsp.runtime.kernels import (
+    KERNELS,
+    AttentionKernel,
+    AttentionMask,
+    AttentionState,
+    SampleBounds,
+    VarlenCall,
+    choose_kernel,
+    kernel_class,
+    takes_32_bits,
+)
 from megatron_nsp.runtime.kernels.base import hidden_keys
 from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 
 CPU = torch.device("cpu")
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 BOUNDS = SampleBounds(np.array([0, 1, 8, 8 + 65]))
 
 
@@ -27,22 +46,21 @@ MASKS = {
 }
 
 
-def both_kernels(
-    tensors: list[torch.Tensor], samples: SampleBounds, mask: AttentionMask
-) -> list[tuple[torch.Tensor, ...]]:
+def both_kernels(tensors: list[torch.Tensor], call: VarlenCall) -> list[tuple[torch.Tensor, ...]]:
     """Output, LSE and gradients of the CPU kernel and of the definition."""
     dout, q, k, v = tensors
     results = []
     for kernel in (CpuFlashKernel(), ReferenceKernel()):
-        out, lse = kernel.forward(q, k, v, samples, mask)
-        results.append((out, lse, *kernel.backward(dout, q, k, v, out, lse, samples, mask)))
+        out, lse = kernel.forward(q, k, v, call)
+        state = AttentionState(q, k, v, out, lse)
+        results.append((out, lse, *kernel.backward(dout, state, call)))
     return results
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 def test_cpu_flash_equals_the_definition(num_kv_heads: int, mask: AttentionMask) -> None:
-    results = both_kernels(inputs(num_kv_heads, torch.float64), BOUNDS, mask)
+    results = both_kernels(inputs(num_kv_heads, torch.float64), VarlenCall(BOUNDS, mask))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -54,8 +72,8 @@ def test_queries_that_are_the_tail_of_their_keys(mask: AttentionMask) -> None:
     tails = [slice(0, 1), slice(5, 8), slice(20, 73)]
     rows = torch.cat([torch.arange(73)[rows] for rows in tails])
     samples = SampleBounds(np.array([0, 1, 4, 57]), np.array([0, 1, 8, 73]))
-    whole, _ = ReferenceKernel().forward(q, k, v, BOUNDS, mask)
-    results = both_kernels([dout[rows], q[rows], k, v], samples, mask)
+    whole, _ = ReferenceKernel().forward(q, k, v, VarlenCall(BOUNDS, mask))
+    results = both_kernels([dout[rows], q[rows], k, v], VarlenCall(samples, mask))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     torch.testing.assert_close(results[0][0], whole[rows], rtol=0, atol=1e-12)
@@ -65,7 +83,7 @@ def test_queries_that_are_the_tail_of_their_keys(mask: AttentionMask) -> None:
 def test_values_may_have_another_head_dim(value_dim: int) -> None:
     _, q, k, _ = inputs(2, torch.float64)
     dout, v = torch.randn(73, 4, value_dim).double(), torch.randn(73, 2, value_dim).double()
-    results = both_kernels([dout, q, k, v], BOUNDS, MASKS["causal"])
+    results = both_kernels([dout, q, k, v], VarlenCall(BOUNDS, MASKS["causal"]))
     assert results[0][0].shape == dout.shape
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
@@ -75,9 +93,9 @@ def test_values_may_have_another_head_dim(value_dim: int) -> None:
 def test_sinks_have_the_derivative_of_one_more_score(mask: AttentionMask) -> None:
     dout, q, k, v = inputs(4, torch.float64)
     sink = torch.randn(4).double()
-    kernel = CpuFlashKernel()
-    out, lse = add_sink(*kernel.forward(q, k, v, BOUNDS, mask), sink)
-    grads = [*kernel.backward(dout, q, k, v, out, lse, BOUNDS, mask)]
+    kernel, call = CpuFlashKernel(), VarlenCall(BOUNDS, mask)
+    out, lse = add_sink(*kernel.forward(q, k, v, call), sink)
+    grads = [*kernel.backward(dout, AttentionState(q, k, v, out, lse), call)]
     grads.append(sink_gradient(dout, out, lse, sink))
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
     outs = []
@@ -104,9 +122,9 @@ def test_a_window_needs_a_causal_mask() -> None:
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_definition_has_the_derivative_it_says(is_causal: bool) -> None:
     dout, q, k, v = inputs(2, torch.float64)
-    mask, kernel = AttentionMask(0.25, is_causal), ReferenceKernel()
-    out, lse = kernel.forward(q, k, v, BOUNDS, mask)
-    grads = kernel.backward(dout, q, k, v, out, lse, BOUNDS, mask)
+    call, kernel = VarlenCall(BOUNDS, AttentionMask(0.25, is_causal)), ReferenceKernel()
+    out, lse = kernel.forward(q, k, v, call)
+    grads = kernel.backward(dout, AttentionState(q, k, v, out, lse), call)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     outs = []
     for rows in BOUNDS.slices:
@@ -124,10 +142,10 @@ def test_the_definition_has_the_derivative_it_says(is_causal: bool) -> None:
 
 def test_uneven_heads_and_unknown_kernels_are_refused() -> None:
     q, k = torch.ones(8, 7, 4), torch.ones(8, 2, 4)
-    bounds = SampleBounds(np.array([0, 8]))
+    call = VarlenCall(SampleBounds(np.array([0, 8])), AttentionMask(1.0))
     for kernel in (CpuFlashKernel(), ReferenceKernel()):
         with pytest.raises(ValueError, match="7 query heads are no multiple of 2"):
-            kernel.forward(q, k, k, bounds, AttentionMask(1.0))
+            kernel.forward(q, k, k, call)
     with pytest.raises(ValueError, match=r"must be one of auto, .* got triton"):
         choose_kernel("triton", CPU)
     with pytest.raises(ValueError, match="cuda-varlen runs on cuda tensors"):
@@ -137,6 +155,34 @@ def test_uneven_heads_and_unknown_kernels_are_refused() -> None:
         "cpu-flash",
         "reference",
     ]
+
+
+def kernels_of_the_folder(of: type) -> Iterator[type[AttentionKernel]]:
+    for each in of.__subclasses__():
+        if each.__module__.startswith(kernels.__name__) and not inspect.isabstract(each):
+            yield each
+        yield from kernels_of_the_folder(each)
+
+
+def test_every_kernel_of_the_folder_can_be_asked_for() -> None:
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+    found = [each.name for each in kernels_of_the_folder(AttentionKernel)]
+    assert sorted(["auto", *found]) == sorted(KERNELS)
+
+
+def test_the_docs_say_of_every_kernel_where_it_runs() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| ([^|]+) \|$", DOCS.read_text(), re.MULTILINE)
+    assert sorted(["auto", *(name for name, _ in rows)]) == sorted(KERNELS)
+    for name, runs_on in rows:
+        needs = kernel_class(name).needs
+        least = f"{needs.least[0]}.{needs.least[1]} and later"
+        on_gpus = least if needs.last is None else f"{needs.last}.x"
+        assert runs_on == {"cpu": "CPU ranks", None: "any"}.get(needs.device, on_gpus), name
+
+
+def test_kernels_for_gpus_take_16_bits() -> None:
+    assert {name for name in KERNELS if takes_32_bits(name)} == {"cpu-flash", "reference"}
 
 
 def test_the_private_operator_still_has_the_schema_we_call() -> None:
@@ -150,10 +196,10 @@ def test_the_private_operator_still_has_the_schema_we_call() -> None:
 @pytest.mark.parametrize("kernel", [CpuFlashKernel(), ReferenceKernel()])
 def test_strided_inputs_are_refused(kernel: CpuFlashKernel | ReferenceKernel) -> None:
     dout, q, k, v = inputs(4, torch.float64)
-    mask = AttentionMask(0.25)
+    call = VarlenCall(BOUNDS, AttentionMask(0.25))
     strided = k.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match=r"kernel input 1 .* not contiguous"):
-        kernel.forward(q, strided, v, BOUNDS, mask)
-    out, lse = kernel.forward(q, k, v, BOUNDS, mask)
+        kernel.forward(q, strided, v, call)
+    out, lse = kernel.forward(q, k, v, call)
     with pytest.raises(ValueError, match=r"kernel input 2 .* not contiguous"):
-        kernel.backward(dout, q, strided, v, out, lse, BOUNDS, mask)
+        kernel.backward(dout, AttentionState(q, strided, v, out, lse), call)

@@ -24,7 +24,12 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
 
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import (
+    AttentionMask,
+    AttentionState,
+    SampleBounds,
+    VarlenCall,
+)
 from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from tests.dist import recorded_signatures as recorded
 
@@ -120,12 +125,12 @@ class Extension:
 _KERNEL = CpuFlashKernel()
 
 
-def _call(a: dict[str, Any]) -> tuple[SampleBounds, AttentionMask]:
+def _call(a: dict[str, Any]) -> VarlenCall:
     samples = SampleBounds(
         np.array(a["cu_seqlens_q"].tolist()), np.array(a["cu_seqlens_k"].tolist())
     )
     assert a["window_size_left"] in (None, -1), "no windows here"
-    return samples, AttentionMask(a["softmax_scale"], a["causal"])
+    return VarlenCall(samples, AttentionMask(a["softmax_scale"], a["causal"]))
 
 
 def flash_forward(*args: Any, **kwargs: Any) -> tuple:
@@ -133,7 +138,7 @@ def flash_forward(*args: Any, **kwargs: Any) -> tuple:
     bound = recorded.FLASH_ATTN_4_FORWARD.bind(*args, **kwargs)
     bound.apply_defaults()
     a = bound.arguments
-    return _KERNEL.forward(*(a[x].contiguous() for x in "qkv"), *_call(a))
+    return _KERNEL.forward(*(a[x].contiguous() for x in "qkv"), _call(a))
 
 
 def flash_backward(*args: Any, **kwargs: Any) -> tuple:
@@ -141,8 +146,8 @@ def flash_backward(*args: Any, **kwargs: Any) -> tuple:
     bound = recorded.FLASH_ATTN_4_BACKWARD.bind(*args, **kwargs)
     bound.apply_defaults()
     a = bound.arguments
-    given = (a[name].contiguous() for name in ("dout", "q", "k", "v", "out"))
-    return _KERNEL.backward(*given, a["lse"], *_call(a))
+    dout, *state = (a[name].contiguous() for name in ("dout", "q", "k", "v", "out"))
+    return _KERNEL.backward(dout, AttentionState(*state, a["lse"]), _call(a))
 
 
 def gathered_ring(

@@ -22,7 +22,13 @@ from megatron_nsp.runtime import executor
 from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
 from megatron_nsp.runtime.backends.base import Exchange
 from megatron_nsp.runtime.groups import NestedGroups
-from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import (
+    AttentionMask,
+    AttentionState,
+    SampleBounds,
+    VarlenCall,
+    kernel_class,
+)
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 FORWARD = (  # noqa: SIM905 - the order of the extension's arguments
@@ -90,16 +96,6 @@ def extension() -> Iterator[Extension]:
         yield stand_in
 
 
-def kernel_of(name: str) -> Any:
-    if name == "te":
-        from megatron_nsp.runtime.kernels.te import TeKernel
-
-        return TeKernel()
-    from megatron_nsp.runtime.kernels.te_module import TeModuleKernel
-
-    return TeModuleKernel()
-
-
 def exchange(asked: Exchange) -> Tensor:
     return asked.send.new_empty(sum(asked.recv_counts))
 
@@ -118,7 +114,7 @@ def test_te_is_called_once_a_node_with_local_heads_and_no_cp(
     nodes = [tree.node(degree, 0) for degree, lengths in placed.items() for _ in lengths]
     plan = Plan.from_nodes(tree, [n for lengths in placed.values() for n in lengths], nodes)
     groups: Any = {Node(node.depth, 0): object() for node in nodes if tree.degree(node) > 1}
-    kernel = kernel_of(name)
+    kernel = kernel_class(name)()
     queue = executor.build_queue(torch.device("cpu"), overlap=False)
     runtime = AttentionRuntime(NestedGroups(tree, 0, 0, groups), kernel, queue)
     batch = NestedBatch.build(plan, 0)
@@ -156,9 +152,9 @@ def test_te_is_called_once_a_node_with_local_heads_and_no_cp(
 @pytest.mark.parametrize("name", ["te", "te-module"])
 def test_tails_align_at_the_bottom_right(extension: Extension, name: str) -> None:
     samples = SampleBounds(np.array([0, 5, 20]), np.array([0, 9, 40]))
-    kernel = kernel_of(name)
+    kernel = kernel_class(name)()
     q, k, v = heads(20, 8), heads(40, 2), heads(40, 2)
-    out, lse = kernel.forward(q, k, v, samples, AttentionMask(0.125))
+    out, lse = kernel.forward(q, k, v, VarlenCall(samples, AttentionMask(0.125)))
     assert out.shape == q.shape and lse.shape == (8, 20 if kernel.returns_lse else 0)
     (call,) = extension.calls
     assert str(call["mask_type"]).endswith("PADDING_CAUSAL_BOTTOM_RIGHT_MASK")
@@ -168,19 +164,19 @@ def test_tails_align_at_the_bottom_right(extension: Extension, name: str) -> Non
 
 def test_saved_output_and_lse_reach_the_backward(extension: Extension) -> None:
     """Both were made elsewhere: no forward of this call has run."""
-    samples, mask = SampleBounds(np.array([0, 5, 20])), AttentionMask(0.125)
-    kernel = kernel_of("te")
+    call = VarlenCall(SampleBounds(np.array([0, 5, 20])), AttentionMask(0.125))
+    kernel = kernel_class("te")()
     q, k, v = heads(20, 8), heads(20, 2), heads(20, 2)
-    kernel.forward(q, k, v, samples, mask)
+    kernel.forward(q, k, v, call)
     out, dout = heads(20, 8), heads(20, 8)
     lse = torch.empty(8, 20, device="cuda", dtype=torch.float32)
-    grads = kernel.backward(dout, q, k, v, out, lse, samples, mask)
+    grads = kernel.backward(dout, AttentionState(q, k, v, out, lse), call)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-    call = extension.calls[-1]
-    assert call["o"] is out and call["d_o"] is dout
-    stats, rng_state = call["aux"]
+    given = extension.calls[-1]
+    assert given["o"] is out and given["d_o"] is dout
+    stats, rng_state = given["aux"]
     assert (stats.shape, stats.dtype) == ((20, 8, 1), torch.float32)
     assert (rng_state.shape, rng_state.dtype) == ((2,), torch.int64)
-    assert str(call["do_format"]).endswith("NVTE_THD")
-    assert str(call["dqkv_layout"]).endswith("NVTE_THD_THD_THD")
-    assert call["deterministic"] is False
+    assert str(given["do_format"]).endswith("NVTE_THD")
+    assert str(given["dqkv_layout"]).endswith("NVTE_THD_THD_THD")
+    assert given["deterministic"] is False

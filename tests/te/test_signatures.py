@@ -16,7 +16,15 @@ import torch
 import transformer_engine.pytorch  # noqa: F401 - it looks at every module that is there already
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_nsp.runtime.kernels import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels import (
+    AttentionMask,
+    AttentionState,
+    SampleBounds,
+    VarlenCall,
+)
+from megatron_nsp.runtime.kernels.flash_attn2 import FlashAttn2Kernel
+from megatron_nsp.runtime.kernels.flash_attn4 import FlashAttn4Kernel
+from megatron_nsp.runtime.kernels.te import TeKernel
 from tests.dist import recorded_signatures as recorded
 
 SOURCES = Path(sys.prefix) / "flash-attn"
@@ -73,15 +81,15 @@ def test_flash_attn_2_runs_our_calls_on_fake_tensors(
 ) -> None:
     """Its operators check what they are given and say what they give back."""
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", flash_attn_2)
-    kernel = importlib.import_module("megatron_nsp.runtime.kernels.flash_attn2").FlashAttn2Kernel()
+    kernel = FlashAttn2Kernel()
     samples = SampleBounds(np.array([0, 3, 10]), np.array([0, 5, 16]))
+    call = VarlenCall(samples, AttentionMask(0.25, window_left=3))
     with FakeTensorMode():
         q = torch.empty(10, 8, 20, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.empty(16, 2, 20, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        mask = AttentionMask(0.25, window_left=3)
-        out, lse = kernel.forward(q, k, v, samples, mask)
+        out, lse = kernel.forward(q, k, v, call)
         assert out.shape == q.shape and (lse.shape, lse.dtype) == ((8, 10), torch.float32)
-        grads = kernel.backward(out, q, k, v, out, lse, samples, mask)
+        grads = kernel.backward(out, AttentionState(q, k, v, out, lse), call)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -141,8 +149,6 @@ def test_flash_attn_4_reads_our_windows_as_we_mean_them() -> None:
 def test_flash_attn_4_takes_the_head_dims_we_pad_to(dims: tuple, capability: int) -> None:
     from flash_attn.cute.interface import _validate_head_dims
 
-    from megatron_nsp.runtime.kernels.flash_attn4 import FlashAttn4Kernel
-
     _validate_head_dims(*FlashAttn4Kernel().head_dims(*dims), capability, 8)
 
 
@@ -161,12 +167,11 @@ def test_transformer_engine() -> None:
 
 def test_the_extension_of_transformer_engine_takes_our_arguments() -> None:
     """It gets as far as missing the GPU; arguments it cannot take are a TypeError before that."""
-    from megatron_nsp.runtime.kernels.te import TeKernel
-
-    kernel, samples = TeKernel(), SampleBounds(np.array([0, 5, 20]))
+    kernel = TeKernel()
+    call = VarlenCall(SampleBounds(np.array([0, 5, 20])), AttentionMask(0.125))
     kernel.are_stats_packed = True
     q, k = (torch.zeros(20, heads, 64, dtype=torch.bfloat16) for heads in (8, 2))
     with pytest.raises(RuntimeError, match="CUDA"):
-        kernel.forward(q, k, k, samples, AttentionMask(0.125))
+        kernel.forward(q, k, k, call)
     with pytest.raises(RuntimeError, match="CUDA"):
-        kernel.backward(q, q, k, k, q, torch.zeros(8, 20), samples, AttentionMask(0.125))
+        kernel.backward(q, AttentionState(q, k, k, q, torch.zeros(8, 20)), call)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.layout import NodeSlice
 from megatron_nsp.plan.ring_rows import BlockRows, KeyMask
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds, VarlenCall
 
 
 @dataclass(eq=False)
@@ -87,9 +87,11 @@ class Block:
             rows.is_causal,
         )
 
-    def mask_of(self, mask: AttentionMask) -> AttentionMask:
-        """The mask of this call in a layer with `mask`."""
-        return mask if self.is_causal else replace(mask, is_causal=False, window_left=None)
+    def call(self, mask: AttentionMask) -> VarlenCall:
+        """What a kernel is called with in a layer with `mask`."""
+        if not self.is_causal:
+            mask = replace(mask, is_causal=False, window_left=None)
+        return VarlenCall(self.samples, mask)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ from megatron_nsp.runtime.backends.blocks import Rounds, Rows, one_round
 from megatron_nsp.runtime.backends.members import KeyExchange, KeysValues
 from megatron_nsp.runtime.backends.merged import Merged
 from megatron_nsp.runtime.backends.ulysses import ToHeads, ToTokens, own_heads
-from megatron_nsp.runtime.kernels.base import AttentionMask, lse_dtype
+from megatron_nsp.runtime.kernels.base import AttentionMask, AttentionState, lse_dtype
 from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 
 
@@ -236,8 +236,7 @@ class _ForwardRounds(_Rounds):
                 block.q_rows.take(self.q_ShD),
                 block.kv_rows.take(k),
                 block.kv_rows.take(v),
-                block.samples,
-                block.mask_of(call.mask),
+                block.call(call.mask),
             )
             self._found.merge(block.q_rows, out, lse)
 
@@ -306,16 +305,15 @@ class _BackwardRounds(_Rounds):
         call, state, (k, v) = self.call, self.state, self.held(number)
         for block in call.rows[number].blocks:
             q_rows, kv_rows = block.q_rows, block.kv_rows
-            dq, dk, dv = call.kernel.backward(
-                q_rows.take(self.dout_ShV),
+            of_block = AttentionState(
                 q_rows.take(state.q_ShD),
                 kv_rows.take(k),
                 kv_rows.take(v),
                 q_rows.take(state.out_ShV),
                 q_rows.take(state.lse_hS, dim=1),
-                block.samples,
-                block.mask_of(call.mask),
             )
+            dout = q_rows.take(self.dout_ShV)
+            dq, dk, dv = call.kernel.backward(dout, of_block, block.call(call.mask))
             if self._totals is None:
                 self._dqkv: tuple[Tensor, ...] = (dq, dk, dv)
                 continue

@@ -25,7 +25,7 @@ from megatron_nsp.runtime.backends.base import (
     SavedInputs,
 )
 from megatron_nsp.runtime.backends.blocks import Rows
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
+from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds, VarlenCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +133,11 @@ class _Forward(ForwardPass):
         """Attends; a collective call for the ranks of the node."""
         call, filled = self.call, self.call.rows
         assert call.native is not None and call.group is not None
+        filled_call = VarlenCall(filled.samples, call.mask)
         *inputs, out_THV = self._tensors
         q, k, v = (filled.fill(x).requires_grad_(self._has_backward) for x in inputs)
         with torch.set_grad_enabled(self._has_backward):
-            out = call.native.attend(q, k, v, filled.samples, call.mask, call.group, self._method)
+            out = call.native.attend(q, k, v, filled_call, call.group, self._method)
         out_THV.copy_(filled.rows.take(out.detach()))
         self.state = Graph((q, k, v), out)
 

@@ -1,13 +1,11 @@
 """The one seam through which attention kernels are chosen.
 
-Every kernel takes and gives out and LSE (`base.AttentionKernel`). Nothing outside this folder
-imports a kernel package.
+Every kernel takes and gives out and LSE and says of itself what there is to know
+(`base.AttentionKernel`); a new one is a file here and a line in `_CLASSES`. Nothing outside this
+folder imports a kernel package.
 """
 
-import importlib
-import importlib.util
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -15,80 +13,50 @@ from megatron_nsp.plan.backends import NATIVE
 from megatron_nsp.runtime.kernels.base import (
     AttentionKernel,
     AttentionMask,
+    AttentionState,
     NativeAttention,
     SampleBounds,
+    VarlenCall,
     require_lse,
 )
+from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
+from megatron_nsp.runtime.kernels.cuda_varlen import CudaVarlenKernel
+from megatron_nsp.runtime.kernels.flash_attn2 import FlashAttn2Kernel
+from megatron_nsp.runtime.kernels.flash_attn3 import FlashAttn3Kernel
+from megatron_nsp.runtime.kernels.flash_attn4 import FlashAttn4Kernel
+from megatron_nsp.runtime.kernels.needs import Needs, capability_of
+from megatron_nsp.runtime.kernels.reference import ReferenceKernel
+from megatron_nsp.runtime.kernels.te import TeKernel
+from megatron_nsp.runtime.kernels.te_cp import TeContextParallel
+from megatron_nsp.runtime.kernels.te_module import TeModuleKernel
 
 __all__ = [
     "KERNELS",
     "AttentionKernel",
     "AttentionMask",
+    "AttentionState",
     "NativeAttention",
     "SampleBounds",
+    "VarlenCall",
     "choose_kernel",
     "choose_native",
+    "kernel_class",
     "require_lse",
+    "takes_32_bits",
 ]
 
-
-@dataclass(frozen=True)
-class _Choice:
-    """A kernel that can be asked for.
-
-    Attributes:
-        place: module and class in this folder.
-        device: type of the tensors it runs on; None = any.
-        needs: module that must be importable.
-        package: how people call what brings that module.
-        least: compute capability from which on it runs.
-        most: the last major capability it runs on.
-    """
-
-    place: tuple[str, str]
-    device: str | None
-    needs: str = "torch"
-    package: str = "torch"
-    least: tuple[int, int] = (8, 0)
-    most: int = 99
-
-
-_CHOICES = {
-    "cpu-flash": _Choice(("cpu_flash", "CpuFlashKernel"), "cpu"),
-    "cuda-varlen": _Choice(("cuda_varlen", "CudaVarlenKernel"), "cuda"),
-    "flash-attn-2": _Choice(
-        ("flash_attn2", "FlashAttn2Kernel"),
-        "cuda",
-        "flash_attn.flash_attn_interface",
-        "flash-attn 2",
-    ),
-    "flash-attn-3": _Choice(
-        ("flash_attn3", "FlashAttn3Kernel"),
-        "cuda",
-        "flash_attn_interface",
-        "flash-attn 3",
-        least=(9, 0),
-        most=9,
-    ),
-    "flash-attn-4": _Choice(
-        ("flash_attn4", "FlashAttn4Kernel"),
-        "cuda",
-        "flash_attn.cute",
-        "flash-attn-4",
-        least=(9, 0),
-    ),
-    "reference": _Choice(("reference", "ReferenceKernel"), None),
-    "te": _Choice(("te", "TeKernel"), "cuda", "transformer_engine.pytorch", "transformer-engine"),
-    "te-module": _Choice(
-        ("te_module", "TeModuleKernel"), "cuda", "transformer_engine.pytorch", "transformer-engine"
-    ),
-}
-
-_NATIVE_CHOICE = _Choice(
-    ("te_cp", "TeContextParallel"), "cuda", "transformer_engine.pytorch", "transformer-engine"
+_CLASSES: tuple[type[AttentionKernel], ...] = (
+    CpuFlashKernel,
+    CudaVarlenKernel,
+    FlashAttn2Kernel,
+    FlashAttn3Kernel,
+    FlashAttn4Kernel,
+    ReferenceKernel,
+    TeKernel,
+    TeModuleKernel,
 )
 
-KERNELS = ("auto", *_CHOICES)
+KERNELS = ("auto", *(each.name for each in _CLASSES))
 
 # What auto takes, the first that is installed and runs on the GPU. Transformer Engine itself holds
 # cuDNN the fastest from capability 9.0 on, and flash-attn 2 below.
@@ -110,10 +78,8 @@ def choose_kernel(name: str, device: torch.device) -> AttentionKernel:
     """
     if name not in KERNELS:
         raise ValueError(f"--nsp-kernel must be one of {', '.join(KERNELS)}, got {name}")
-    if name == "auto":
-        name = _automatic(device)
-    kernel: AttentionKernel = _load(f"--nsp-kernel {name}", _CHOICES[name], device)
-    return kernel
+    chosen = kernel_class(_automatic(device) if name == "auto" else name)
+    return _made(f"--nsp-kernel {chosen.name}", chosen, chosen.needs, device)
 
 
 def choose_native(backend: str, device: torch.device) -> NativeAttention | None:
@@ -124,33 +90,28 @@ def choose_native(backend: str, device: torch.device) -> NativeAttention | None:
     """
     if backend not in NATIVE:
         return None
-    native: NativeAttention = _load(f"--nsp-backend {backend}", _NATIVE_CHOICE, device)
-    return native
+    return _made(f"--nsp-backend {backend}", TeContextParallel, TeContextParallel.needs, device)
 
 
-def _load(asked: str, choice: _Choice, device: torch.device) -> Any:
+def kernel_class(name: str) -> type[AttentionKernel]:
+    """The class of the kernel called `name`, whatever it needs."""
+    (found,) = (each for each in _CLASSES if each.name == name)
+    return found
+
+
+def takes_32_bits(name: str) -> bool:
+    """Whether a kernel takes more than 16 bits on a GPU; what auto chooses there does not."""
+    return any(each.takes_32_bits for each in _CLASSES if each.name == name)
+
+
+def _made[Made](asked: str, make: Callable[[], Made], needs: Needs, device: torch.device) -> Made:
     """What a flag asks for, or the one line that says why it cannot be had."""
-    if choice.device not in (None, device.type):
-        raise ValueError(f"{asked} runs on {choice.device} tensors, this job's device is {device}")
-    if not _is_installed(choice):
-        raise ValueError(
-            f"{asked} needs the package {choice.needs} ({choice.package}), which is not installed"
-        )
-    capability = _capability(device)
-    if capability is not None and not _runs_on(choice, capability):
-        limit = f"from {choice.least[0]}.{choice.least[1]}"
-        if choice.most < 99:
-            limit += f" to {choice.most}.x"
-        raise ValueError(
-            f"{asked} runs on GPUs of compute capability {limit}, this one has "
-            f"{capability[0]}.{capability[1]}"
-        )
-    module, class_name = choice.place
+    needs.check(asked, device)
     try:
-        return getattr(importlib.import_module(f"{__name__}.{module}"), class_name)()
+        return make()
     except ImportError as error:
         raise ValueError(
-            f"{asked}: the package {choice.needs} ({choice.package}) is installed but does not "
+            f"{asked}: the package {needs.module} ({needs.package}) is installed but does not "
             f"load: {str(error).splitlines()[0]}"
         ) from error
 
@@ -158,32 +119,14 @@ def _load(asked: str, choice: _Choice, device: torch.device) -> Any:
 def _automatic(device: torch.device) -> str:
     if device.type != "cuda":
         return "cpu-flash"
-    capability = _capability(device)
+    capability = capability_of(device)
     if capability is None:  # no GPU to ask: a job that only checks its flags
         return "cuda-varlen"
-    is_passed_over = torch.are_deterministic_algorithms_enabled() and capability[0] == 9
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     for name in _PREFERRED_FROM_9 if capability >= (9, 0) else _PREFERRED_BELOW_9:
-        choice = _CHOICES[name]
-        if name == "te" and is_passed_over:
+        kernel = kernel_class(name)
+        if is_deterministic and capability[0] in kernel.deterministic_is_heavy_on:
             continue
-        if _is_installed(choice) and _runs_on(choice, capability):
+        if kernel.needs.is_installed() and kernel.needs.runs_on(capability):
             return name
     return "cuda-varlen"
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a GPU; None for a CPU and where there is no GPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)
-
-
-def _runs_on(choice: _Choice, capability: tuple[int, int]) -> bool:
-    return choice.device != "cuda" or (capability >= choice.least and capability[0] <= choice.most)
-
-
-def _is_installed(choice: _Choice) -> bool:
-    try:
-        return importlib.util.find_spec(choice.needs) is not None
-    except ImportError:  # a parent package is missing or does not load
-        return False

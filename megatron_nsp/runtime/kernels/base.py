@@ -8,13 +8,14 @@ output.
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nsp.arrays import IntArray
+from megatron_nsp.runtime.kernels.needs import Needs
 
 
 @dataclass(frozen=True)
@@ -110,25 +111,84 @@ def _slices(bounds: list[int]) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
+@dataclass(frozen=True, eq=False)
+class VarlenCall:
+    """A variable-length call of attention apart from its tensors, and what packages call its parts.
+
+    Attributes:
+        samples: where each sample starts and stops; every query sees at least one key.
+        mask: mask and scale.
+    """
+
+    samples: SampleBounds
+    mask: AttentionMask
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Keys a query sees to its left and right, -1 = all, counted from where the ends align."""
+        left = -1 if self.mask.window_left is None else self.mask.window_left
+        return left, 0 if self.mask.is_causal else -1
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+        """Bounds of queries and of keys, and the longest of each: the order of every package."""
+        samples = self.samples
+        starts = samples.cu_seqlens(device), samples.cu_seqlens_kv(device)
+        return (*starts, samples.max_length, samples.max_kv_length)
+
+    def keywords(self, device: torch.device, keys: str) -> dict[str, Any]:
+        """The bounds as the keyword arguments of flash-attn and Transformer Engine.
+
+        Args:
+            device: where the package runs.
+            keys: what it calls keys: 'k' or 'kv'.
+        """
+        names = ("cu_seqlens_q", f"cu_seqlens_{keys}", "max_seqlen_q", f"max_seqlen_{keys}")
+        return dict(zip(names, self.bounds(device), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionState:
+    """What backward needs of a forward.
+
+    `out_SHV` and `lse_HS` need not be what `forward` gave for these keys alone: with those of all
+    keys a query sees (and of an attention sink) the gradients are this block's part.
+    """
+
+    q_SHD: Tensor
+    k_CKD: Tensor
+    v_CKV: Tensor
+    out_SHV: Tensor
+    lse_HS: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All of them, in order."""
+        return self.q_SHD, self.k_CKD, self.v_CKV, self.out_SHV, self.lse_HS
+
+
 class AttentionKernel(Protocol):
-    """Attention of the queries of every sample to its keys.
+    """Attention of the queries of every sample to its keys: all there is to say of a kernel.
+
+    Making one loads the package it needs; its file can be imported without.
 
     Attributes:
         name: what --nsp-kernel calls it.
+        needs: what it runs on.
+        takes_32_bits: whether its inputs may be of more than 16 bits.
         returns_lse: False where `forward` gives an LSE of no rows and `backward` computes the
             output anew: its nodes cannot be saved, merged over blocks of keys, or given sinks.
+        deterministic_is_heavy_on: major capabilities of GPUs on which a deterministic backward of
+            long samples wants more memory than there is; 'auto' passes it over there.
     """
 
     name: str
-    returns_lse: bool
+    needs: Needs = Needs()
+    takes_32_bits: bool = False
+    returns_lse: bool = True
+    deterministic_is_heavy_on: tuple[int, ...] = ()
 
     def forward(
-        self,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
     ) -> tuple[Tensor, Tensor]:
         """Returns `out_SHV` and `lse_HS`, the natural log of each row's sum of exponentials.
 
@@ -136,29 +196,16 @@ class AttentionKernel(Protocol):
             q_SHD: contiguous queries.
             k_CKD: contiguous keys.
             v_CKV: contiguous values.
-            samples: where each sample starts and stops; every query sees at least one key.
-            mask: mask and scale.
+            call: samples and mask.
 
         The LSE is float32 (float64 for float64 inputs).
         """
         ...
 
     def backward(
-        self,
-        dout_SHV: Tensor,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        out_SHV: Tensor,
-        lse_HS: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `dq_SHD, dk_CKD, dv_CKV`.
-
-        `out_SHV` and `lse_HS` need not be what `forward` gave for these keys alone: with those of
-        all keys a query sees (and of an attention sink) the gradients are this block's part.
-        """
+        """Returns `dq_SHD, dk_CKD, dv_CKV`."""
         ...
 
 
@@ -166,15 +213,19 @@ class NativeAttention(Protocol):
     """Causal attention of a node whose ranks each hold some rows of every sample.
 
     F are the rows of a rank where all chunks are filled up (`split.py`).
+
+    Attributes:
+        needs: what it runs on.
     """
+
+    needs: Needs
 
     def attend(
         self,
         q_FHD: Tensor,
         k_FKD: Tensor,
         v_FKV: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        call: VarlenCall,
         group: dist.ProcessGroup,
         method: str,
     ) -> Tensor:
@@ -184,8 +235,7 @@ class NativeAttention(Protocol):
             q_FHD: queries of this rank's rows.
             k_FKD: their keys.
             v_FKV: their values.
-            samples: bounds of the whole samples, filled up.
-            mask: mask and scale.
+            call: the whole samples, filled up, and the mask.
             group: the ranks that hold the samples.
             method: 'p2p' or 'a2a'.
         """

@@ -6,12 +6,19 @@ of no tokens kills the process, head counts go unchecked, values must have the h
 mask as numbers.
 """
 
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
 
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds, hidden_keys, lse_dtype
+from megatron_nsp.runtime.kernels.base import (
+    AttentionMask,
+    AttentionState,
+    VarlenCall,
+    hidden_keys,
+    lse_dtype,
+)
+from megatron_nsp.runtime.kernels.needs import Needs
 from megatron_nsp.runtime.kernels.padded import PaddedKernel
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -37,59 +44,49 @@ class CpuFlashKernel(PaddedKernel):
     """Flash attention on CPU tensors of any float dtype."""
 
     name = "cpu-flash"
+    needs = Needs("cpu")
+    takes_32_bits = True
 
+    @override
     def head_dims(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        """See `PaddedKernel.head_dims`: one for both, of any size."""
-        return (max(head_dim, value_dim),) * 2
+        return (max(head_dim, value_dim),) * 2  # one for both, of any size
 
+    @override
     def run_forward(
-        self,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
     ) -> tuple[Tensor, Tensor]:
-        """See `PaddedKernel.run_forward`."""
         out_SHV = torch.empty_like(q_SHD)
         lse_HS = q_SHD.new_empty(q_SHD.shape[1], q_SHD.shape[0], dtype=lse_dtype(q_SHD.dtype))
-        for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
+        for rows, keys in zip(call.samples.slices, call.samples.kv_slices, strict=True):
             q, k, v = q_SHD[rows], k_CKD[keys], v_CKV[keys]
-            is_causal, attn_mask = _mask_arguments(q, k, mask)
+            is_causal, attn_mask = _mask_arguments(q, k, call.mask)
             out, lse = _forward(
                 *(_heads_first(x) for x in (q, k, v)),
                 0.0,
                 is_causal,
                 attn_mask=attn_mask,
-                scale=mask.softmax_scale,
+                scale=call.mask.softmax_scale,
             )
             out_SHV[rows] = out[0].transpose(0, 1)
             lse_HS[:, rows] = lse[0]
         return out_SHV, lse_HS
 
+    @override
     def run_backward(
-        self,
-        dout_SHV: Tensor,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        out_SHV: Tensor,
-        lse_HS: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PaddedKernel.run_backward`."""
+        q_SHD, k_CKD, v_CKV, out_SHV, lse_HS = state.tensors
         grads = torch.empty_like(q_SHD), torch.empty_like(k_CKD), torch.empty_like(v_CKV)
-        for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
+        for rows, keys in zip(call.samples.slices, call.samples.kv_slices, strict=True):
             q, k, v = q_SHD[rows], k_CKD[keys], v_CKV[keys]
-            is_causal, attn_mask = _mask_arguments(q, k, mask)
+            is_causal, attn_mask = _mask_arguments(q, k, call.mask)
             parts = _backward(
                 *(_heads_first(x) for x in (dout_SHV[rows], q, k, v, out_SHV[rows])),
                 lse_HS[:, rows].unsqueeze(0),
                 0.0,
                 is_causal,
                 attn_mask=attn_mask,
-                scale=mask.softmax_scale,
+                scale=call.mask.softmax_scale,
             )
             for grad, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
                 grad[where] = part[0].transpose(0, 1)

@@ -6,14 +6,14 @@ takes the window as two numbers and calls the mask of backward `is_causal`.
 """
 
 import inspect
-from typing import Any
+from typing import Any, override
 
 import torch
-from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from torch import Tensor
 
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
-from megatron_nsp.runtime.kernels.padded import PaddedKernel, is_deterministic, round_up, window
+from megatron_nsp.runtime.kernels.base import AttentionState, VarlenCall
+from megatron_nsp.runtime.kernels.needs import Needs
+from megatron_nsp.runtime.kernels.padded import PaddedKernel, is_deterministic, round_up
 
 LEAST_NONDETERMINISTIC_DIM = 256
 """From this head dim on backward has no deterministic form."""
@@ -30,89 +30,62 @@ class FlashAttn3Kernel(PaddedKernel):
     """flash-attn 3 on CUDA tensors of 16-bit floats."""
 
     name = "flash-attn-3"
+    needs = Needs("cuda", "flash_attn_interface", "flash-attn 3", least=(9, 0), last=9)
 
     def __init__(self) -> None:
-        """Finds out which interface is installed."""
-        # A torch operator has no signature of its own.
-        self.takes_pair = "window_size" in inspect.signature(_flash_attn_forward).parameters
+        """Loads the package and finds out which interface it has."""
+        from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
+        self._forward, self._backward = _flash_attn_forward, _flash_attn_backward
+        # A torch operator has no signature of its own.
+        self.takes_pair = "window_size" in inspect.signature(self._forward).parameters
+
+    @override
     def head_dims(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        """See `PaddedKernel.head_dims`; keys up to 192 with values up to 128 stay as they are."""
         key_dim, value_dim = round_up(head_dim), round_up(value_dim)
-        if 128 < key_dim <= 192 and 96 < value_dim <= 128:
+        if 128 < key_dim <= 192 and 96 < value_dim <= 128:  # one of its own: as it is
             return key_dim, value_dim
         return (max(key_dim, value_dim),) * 2
 
-    def _arguments(self, q_SHD: Tensor, samples: SampleBounds, mask: AttentionMask) -> dict:
-        left, right = window(mask)
-        arguments: dict[str, Any] = {
-            "cu_seqlens_q": samples.cu_seqlens(q_SHD.device),
-            "cu_seqlens_k": samples.cu_seqlens_kv(q_SHD.device),
-            "max_seqlen_q": samples.max_length,
-            "max_seqlen_k": samples.max_kv_length,
-            "softmax_scale": mask.softmax_scale,
-        }
+    def _arguments(self, call: VarlenCall, device: torch.device) -> dict[str, Any]:
+        left, right = call.window
+        arguments = call.keywords(device, "k") | {"softmax_scale": call.mask.softmax_scale}
         if self.takes_pair:
             return arguments | {"window_size": (left, right)}
         return arguments | {"window_size_left": left, "window_size_right": right}
 
+    @override
     def run_forward(
-        self,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
     ) -> tuple[Tensor, Tensor]:
-        """See `PaddedKernel.run_forward`."""
-        unused = dict.fromkeys(_UNUSED) if self.takes_pair else {}
-        out_SHV, lse_HS, *_ = _flash_attn_forward(
-            q_SHD,
-            k_CKD,
-            v_CKV,
-            causal=mask.is_causal,
-            **unused,
-            **self._arguments(q_SHD, samples, mask),
-        )
+        arguments = self._arguments(call, q_SHD.device)
+        arguments |= dict.fromkeys(_UNUSED) if self.takes_pair else {}
+        causal = call.mask.is_causal
+        out_SHV, lse_HS, *_ = self._forward(q_SHD, k_CKD, v_CKV, causal=causal, **arguments)
         return out_SHV, lse_HS
 
+    @override
     def run_backward(
-        self,
-        dout_SHV: Tensor,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        out_SHV: Tensor,
-        lse_HS: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PaddedKernel.run_backward`.
-
-        Raises:
-            ValueError: the same bits are asked for at a head dim that has no such form.
-        """
-        if is_deterministic() and q_SHD.shape[2] >= LEAST_NONDETERMINISTIC_DIM:
+        head_dim = state.q_SHD.shape[2]
+        if is_deterministic() and head_dim >= LEAST_NONDETERMINISTIC_DIM:
             raise ValueError(
                 f"--nsp-kernel flash-attn-3 is deterministic below head dim "
-                f"{LEAST_NONDETERMINISTIC_DIM} only, got {q_SHD.shape[2]}"
+                f"{LEAST_NONDETERMINISTIC_DIM} only, got {head_dim}"
             )
-        dq, dk, dv = torch.empty_like(q_SHD), torch.empty_like(k_CKD), torch.empty_like(v_CKV)
+        dq, dk, dv = (torch.empty_like(x) for x in state.tensors[:3])
         causal = "causal" if self.takes_pair else "is_causal"
-        _flash_attn_backward(
+        self._backward(
             dout_SHV,
-            q_SHD,
-            k_CKD,
-            v_CKV,
-            out_SHV,
-            lse_HS,
+            *state.tensors,
             sequed_q=None,
             sequed_k=None,
             dq=dq,
             dk=dk,
             dv=dv,
             deterministic=is_deterministic(),
-            **{causal: mask.is_causal},
-            **self._arguments(q_SHD, samples, mask),
+            **{causal: call.mask.is_causal},
+            **self._arguments(call, dout_SHV.device),
         )
         return dq, dk, dv

@@ -1,13 +1,15 @@
-"""What kernels of packages share: checks, padding of head dims, and the window as two numbers."""
+"""What kernels of packages share: checks, and padding of head dims."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from typing import override
 
 import torch
 from torch import Tensor
 
 from megatron_nsp.runtime.kernels.base import (
-    AttentionMask,
-    SampleBounds,
+    AttentionKernel,
+    AttentionState,
+    VarlenCall,
     check_contiguous,
     check_heads,
     pad_head_dim,
@@ -22,21 +24,12 @@ def round_up(head_dim: int) -> int:
     return -(-head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
 
 
-def window(mask: AttentionMask) -> tuple[int, int]:
-    """Keys a query sees to its left and right, -1 = all, counted from where the ends align."""
-    left = -1 if mask.window_left is None else mask.window_left
-    return left, 0 if mask.is_causal else -1
-
-
-class PaddedKernel(ABC):
+class PaddedKernel(AttentionKernel):
     """A kernel whose package takes certain head dims only.
 
     A subclass says which, in `head_dims`, and runs the package in `run_forward` and `run_backward`
     on tensors of these dims.
     """
-
-    name: str
-    returns_lse = True
 
     def head_dims(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         """Head dims of keys and of values that the package is called with; here the same."""
@@ -44,38 +37,20 @@ class PaddedKernel(ABC):
 
     @abstractmethod
     def run_forward(
-        self,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
     ) -> tuple[Tensor, Tensor]:
         """Output and LSE of padded inputs."""
 
     @abstractmethod
     def run_backward(
-        self,
-        dout_SHV: Tensor,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        out_SHV: Tensor,
-        lse_HS: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of padded inputs."""
 
+    @override
     def forward(
-        self,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel.forward`."""
         check_heads(q_SHD, k_CKD)
         check_contiguous(q_SHD, k_CKD, v_CKV)
         key_dim, value_dim = self.head_dims(q_SHD.shape[2], v_CKV.shape[2])
@@ -83,37 +58,27 @@ class PaddedKernel(ABC):
             pad_head_dim(q_SHD, key_dim),
             pad_head_dim(k_CKD, key_dim),
             pad_head_dim(v_CKV, value_dim),
-            samples,
-            mask,
+            call,
         )
         return out_SHV[..., : v_CKV.shape[2]].contiguous(), lse_HS
 
+    @override
     def backward(
-        self,
-        dout_SHV: Tensor,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        out_SHV: Tensor,
-        lse_HS: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel.backward`."""
+        q_SHD, k_CKD, v_CKV, out_SHV, lse_HS = state.tensors
         check_contiguous(dout_SHV, q_SHD, k_CKD, v_CKV, out_SHV)
         key_dim, value_dim = self.head_dims(q_SHD.shape[2], v_CKV.shape[2])
-        dq_SHD, dk_CKD, dv_CKV = self.run_backward(
-            pad_head_dim(dout_SHV, value_dim),
+        padded = AttentionState(
             pad_head_dim(q_SHD, key_dim),
             pad_head_dim(k_CKD, key_dim),
             pad_head_dim(v_CKV, value_dim),
             pad_head_dim(out_SHV, value_dim),
             lse_HS,
-            samples,
-            mask,
         )
+        dq, dk, dv = self.run_backward(pad_head_dim(dout_SHV, value_dim), padded, call)
         head_dim = q_SHD.shape[2]
-        return dq_SHD[..., :head_dim], dk_CKD[..., :head_dim], dv_CKV[..., : v_CKV.shape[2]]
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., : v_CKV.shape[2]]
 
 
 def is_deterministic() -> bool:

@@ -4,12 +4,16 @@ For each sample: scores s = scale * q k^T, masked; p = softmax(s); out = p v. Ba
 p = exp(s - lse): ds = p * (dout v^T - rowsum(dout * out)).
 """
 
+from typing import override
+
 import torch
 from torch import Tensor
 
 from megatron_nsp.runtime.kernels.base import (
+    AttentionKernel,
     AttentionMask,
-    SampleBounds,
+    AttentionState,
+    VarlenCall,
     check_contiguous,
     check_heads,
     hidden_keys,
@@ -23,58 +27,46 @@ def _scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
 
 
-class ReferenceKernel:
+class ReferenceKernel(AttentionKernel):
     """Plain attention in the input's dtype, or float32 for 16-bit inputs."""
 
     name = "reference"
-    returns_lse = True
+    takes_32_bits = True
 
+    @override
     def forward(
-        self,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
     ) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel.forward`."""
         check_heads(q_SHD, k_CKD)
         check_contiguous(q_SHD, k_CKD, v_CKV)
         dtype, repeat = lse_dtype(q_SHD.dtype), q_SHD.shape[1] // k_CKD.shape[1]
         out_SHV = q_SHD.new_empty(*q_SHD.shape[:2], v_CKV.shape[2])
         lse_HS = q_SHD.new_empty(q_SHD.shape[1], q_SHD.shape[0], dtype=dtype)
-        for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
+        for rows, keys in zip(call.samples.slices, call.samples.kv_slices, strict=True):
             q = q_SHD[rows].to(dtype)
             k, v = (x[keys].to(dtype).repeat_interleave(repeat, dim=1) for x in (k_CKD, v_CKV))
-            scores = _scores(q, k, mask)
-            lse = torch.logsumexp(scores, dim=-1)
-            lse_HS[:, rows] = lse
-            probs = torch.exp(scores - lse.unsqueeze(-1))
+            scores = _scores(q, k, call.mask)
+            lse_HS[:, rows] = torch.logsumexp(scores, dim=-1)
+            # exp(scores - lse) would add up to 1 only within the rounding of an LSE of thousands.
+            probs = torch.softmax(scores, dim=-1)
             out_SHV[rows] = torch.einsum("hsc,chd->shd", probs, v).to(q_SHD.dtype)
         return out_SHV, lse_HS
 
+    @override
     def backward(
-        self,
-        dout_SHV: Tensor,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        out_SHV: Tensor,
-        lse_HS: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel.backward`."""
+        q_SHD, k_CKD, v_CKV, out_SHV, lse_HS = state.tensors
         check_contiguous(dout_SHV, q_SHD, k_CKD, v_CKV, out_SHV)
         dtype, repeat = lse_HS.dtype, q_SHD.shape[1] // k_CKD.shape[1]
         dq_SHD, dk_CKD, dv_CKV = (torch.empty_like(x) for x in (q_SHD, k_CKD, v_CKV))
-        for rows, keys in zip(samples.slices, samples.kv_slices, strict=True):
+        for rows, keys in zip(call.samples.slices, call.samples.kv_slices, strict=True):
             q, out, dout = (x[rows].to(dtype) for x in (q_SHD, out_SHV, dout_SHV))
             k, v = (x[keys].to(dtype).repeat_interleave(repeat, dim=1) for x in (k_CKD, v_CKV))
-            probs = torch.exp(_scores(q, k, mask) - lse_HS[:, rows].unsqueeze(-1))
+            probs = torch.exp(_scores(q, k, call.mask) - lse_HS[:, rows].unsqueeze(-1))
             dprobs = torch.einsum("shd,chd->hsc", dout, v)
             row_sum = (dout * out).sum(dim=-1).transpose(0, 1).unsqueeze(-1)
-            dscores = probs * (dprobs - row_sum) * mask.softmax_scale
+            dscores = probs * (dprobs - row_sum) * call.mask.softmax_scale
             dq_SHD[rows] = torch.einsum("hsc,chd->shd", dscores, k).to(q_SHD.dtype)
             dk = torch.einsum("hsc,shd->chd", dscores, q).unflatten(1, (-1, repeat)).sum(2)
             dv = torch.einsum("hsc,shd->chd", probs, dout).unflatten(1, (-1, repeat)).sum(2)

@@ -1,23 +1,15 @@
 """Attention sinks around any kernel: one more score a head, with a value of zeros.
 
 A sink adds exp(sink) to the sum of exponentials of every row of its head. From a kernel's out and
-LSE: lse' = log(exp(lse) + exp(sink)), out' = out * exp(lse - lse'). The kernel's own backward is
-right with out' and lse' in place of out and lse, and the gradient of the sink is
+LSE: lse' = log(exp(lse) + exp(sink)), out' = out / (1 + exp(sink - lse)). The kernel's own backward
+is right with out' and lse' in place of out and lse, and the gradient of the sink is
 -sum over rows of exp(sink - lse') * rowsum(dout * out').
 """
 
 import torch
 from torch import Tensor
 
-
-def log_add_exp(a: Tensor, b: Tensor) -> Tensor:
-    """log(exp(a) + exp(b)), of which b is finite.
-
-    torch.logaddexp gives other last bits to an element that a vector instruction reaches than to
-    one of the remainder, so the bits of a row would depend on its place; exp and log do not.
-    """
-    largest = torch.maximum(a, b)
-    return largest + torch.log(torch.exp(a - largest) + torch.exp(b - largest))
+from megatron_nsp.runtime.kernels.lse import log_add_exp, lse_difference
 
 
 def add_sink(out_SHV: Tensor, lse_HS: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,9 +28,10 @@ def add_sink(out_SHV: Tensor, lse_HS: Tensor, sink_H: Tensor) -> tuple[Tensor, T
             f"attention sinks need the LSE of all {out_SHV.shape[0]} rows, the kernel gives "
             f"{lse_HS.shape[1]}"
         )
-    with_sink_HS = log_add_exp(sink_H.to(lse_HS.dtype).unsqueeze(1), lse_HS)
-    share_SH1 = torch.exp(lse_HS - with_sink_HS).transpose(0, 1).unsqueeze(2)
-    return (out_SHV * share_SH1).to(out_SHV.dtype), with_sink_HS
+    sink_H1 = sink_H.to(lse_HS.dtype).unsqueeze(1)
+    together_HS = 1.0 + torch.exp(lse_difference(sink_H1, lse_HS))
+    out_SHV = (out_SHV / together_HS.transpose(0, 1).unsqueeze(2)).to(out_SHV.dtype)
+    return out_SHV, log_add_exp(sink_H1, lse_HS)
 
 
 def sink_gradient(dout_SHV: Tensor, out_SHV: Tensor, lse_HS: Tensor, sink_H: Tensor) -> Tensor:
@@ -50,6 +43,6 @@ def sink_gradient(dout_SHV: Tensor, out_SHV: Tensor, lse_HS: Tensor, sink_H: Ten
         lse_HS: LSE with the sink.
         sink_H: the sinks.
     """
-    share_HS = torch.exp(sink_H.to(lse_HS.dtype).unsqueeze(1) - lse_HS)
+    share_HS = torch.exp(lse_difference(sink_H.to(lse_HS.dtype).unsqueeze(1), lse_HS))
     row_sum_SH = (dout_SHV.to(lse_HS.dtype) * out_SHV.to(lse_HS.dtype)).sum(dim=2)
     return -(share_HS * row_sum_SH.transpose(0, 1)).sum(dim=1)

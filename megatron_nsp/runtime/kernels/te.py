@@ -7,106 +7,83 @@ numbers that nothing reads where dropout is 0.
 """
 
 import inspect
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
-from transformer_engine.pytorch.cpp_extensions.fused_attn import (
-    FusedAttnBackend,
-    fused_attn_bwd,
-    fused_attn_fwd,
-)
 
-from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds
-from megatron_nsp.runtime.kernels.padded import PaddedKernel, is_deterministic, round_up, window
-
-if "do_format" not in inspect.signature(fused_attn_bwd).parameters:
-    raise ImportError("its fused attention is that of a version before 2.15")
-
-
-def mask_type(samples: SampleBounds, mask: AttentionMask) -> str:
-    """TE's name of the mask; where the queries are all of their keys both alignments agree."""
-    if not mask.is_causal:
-        return "padding"
-    return "padding_causal" if samples.is_square else "padding_causal_bottom_right"
+from megatron_nsp.runtime.kernels.base import AttentionState, SampleBounds, VarlenCall
+from megatron_nsp.runtime.kernels.padded import PaddedKernel, is_deterministic, round_up
+from megatron_nsp.runtime.kernels.te_attention import TE, te_arguments, without_padding
 
 
 class TeKernel(PaddedKernel):
     """cuDNN attention on CUDA tensors of 16-bit floats."""
 
     name = "te"
+    needs = TE
+    deterministic_is_heavy_on = (9,)
 
     def __init__(self) -> None:
-        """The form of the statistics is learnt from the first forward."""
+        """Loads the package; the form of the statistics is learnt from the first forward."""
+        from transformer_engine.pytorch.cpp_extensions.fused_attn import (
+            FusedAttnBackend,
+            fused_attn_bwd,
+            fused_attn_fwd,
+        )
+
+        if "do_format" not in inspect.signature(fused_attn_bwd).parameters:
+            raise ImportError("its fused attention is that of a version before 2.15")
+        self._forward, self._backward = fused_attn_fwd, fused_attn_bwd
+        self._backend = FusedAttnBackend["F16_arbitrary_seqlen"]
         self.are_stats_packed: bool | None = None
 
+    @override
     def head_dims(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        """See `PaddedKernel.head_dims`; cuDNN takes values of another dim."""
         return round_up(head_dim), round_up(value_dim)
 
-    def _arguments(self, q_SHD: Tensor, samples: SampleBounds, mask: AttentionMask) -> dict:
-        cu_seqlens = samples.cu_seqlens(q_SHD.device)
-        cu_seqlens_kv = samples.cu_seqlens_kv(q_SHD.device)
+    def _arguments(self, call: VarlenCall, q_SHD: Tensor) -> dict[str, Any]:
+        shared = te_arguments(call, q_SHD.device)
         return {
-            "max_seqlen_q": samples.max_length,
-            "max_seqlen_kv": samples.max_kv_length,
-            "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            # Where the rows of each sample start: no padding lies between samples.
-            "cu_seqlens_q_padded": cu_seqlens,
-            "cu_seqlens_kv_padded": cu_seqlens_kv,
+            **shared,
+            **without_padding(shared),
             "fake_dtype": q_SHD.dtype,
-            "fused_attention_backend": FusedAttnBackend["F16_arbitrary_seqlen"],
-            "attn_scale": mask.softmax_scale,
+            "fused_attention_backend": self._backend,
+            "attn_scale": call.mask.softmax_scale,
             "dropout": 0.0,
             "qkv_layout": "thd_thd_thd",
             "o_format": "thd",
-            "attn_mask_type": mask_type(samples, mask),
-            "window_size": window(mask),
         }
 
+    @override
     def run_forward(
-        self,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, q_SHD: Tensor, k_CKD: Tensor, v_CKV: Tensor, call: VarlenCall
     ) -> tuple[Tensor, Tensor]:
-        """See `PaddedKernel.run_forward`."""
-        arguments = self._arguments(q_SHD, samples, mask)
-        out_SHV, aux, *_ = fused_attn_fwd(is_training=True, q=q_SHD, k=k_CKD, v=v_CKV, **arguments)
+        arguments = self._arguments(call, q_SHD)
+        out_SHV, aux, *_ = self._forward(is_training=True, q=q_SHD, k=k_CKD, v=v_CKV, **arguments)
         self.are_stats_packed = aux[0].dim() == 3
-        return out_SHV, lse_of_stats(aux[0], samples)
+        return out_SHV, lse_of_stats(aux[0], call.samples)
 
+    @override
     def run_backward(
-        self,
-        dout_SHV: Tensor,
-        q_SHD: Tensor,
-        k_CKD: Tensor,
-        v_CKV: Tensor,
-        out_SHV: Tensor,
-        lse_HS: Tensor,
-        samples: SampleBounds,
-        mask: AttentionMask,
+        self, dout_SHV: Tensor, state: AttentionState, call: VarlenCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PaddedKernel.run_backward`."""
         assert self.are_stats_packed is not None, "backward of a kernel that never ran forward"
-        stats = stats_of_lse(lse_HS, samples, self.are_stats_packed)
-        rng_state = torch.zeros(2, dtype=torch.int64, device=q_SHD.device)
-        grads: list[Any] = fused_attn_bwd(
-            q=q_SHD,
-            k=k_CKD,
-            v=v_CKV,
-            o=out_SHV,
+        stats = stats_of_lse(state.lse_HS, call.samples, self.are_stats_packed)
+        rng_state = torch.zeros(2, dtype=torch.int64, device=dout_SHV.device)
+        dq_SHD, dk_CKD, dv_CKV, *_ = self._backward(
+            q=state.q_SHD,
+            k=state.k_CKD,
+            v=state.v_CKV,
+            o=state.out_SHV,
             d_o=dout_SHV,
             aux_ctx_tensors=[stats, rng_state],
             do_format="thd",
             dqkv_layout="thd_thd_thd",
             deterministic=is_deterministic(),
-            **self._arguments(q_SHD, samples, mask),
+            **self._arguments(call, state.q_SHD),
         )
-        return grads[0], grads[1], grads[2]
+        return dq_SHD, dk_CKD, dv_CKV
 
 
 def lse_of_stats(stats: Tensor, samples: SampleBounds) -> Tensor:
