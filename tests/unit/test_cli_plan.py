@@ -9,7 +9,7 @@ import pytest
 
 from megatron_nsp.cli import main
 from megatron_nsp.plan.plan import Plan
-from tests.unit.scorer import mixture_bound_us, score_plan, work_bound_us
+from megatron_nsp.testing.scorer import mixture_bound_us, score_plan, work_bound_us
 
 ROOT = Path(__file__).resolve().parents[2]
 
