@@ -7,7 +7,19 @@ import re
 import numpy as np
 import pytest
 
-from megatron_nsp.cost.profile import ExchangeRate, Profile, built_in_profiles, load_profile
+from megatron_nsp.cli import main
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import (
+    ExchangeRate,
+    Profile,
+    built_in_profiles,
+    load_profile,
+    measured_tiers,
+)
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
+from megatron_nsp.simulator.sharding import sharding_us
 
 H100 = load_profile("h100-ib")
 
@@ -89,3 +101,89 @@ def test_files_that_are_no_profiles(tmp_path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_profile(str(path))
+
+
+# --- what was not measured ------------------------------------------------------------------------
+
+INSIDE = "profile one has no intra_bytes_per_s: no exchange inside a host was measured (ranks_per_host 8)"
+BETWEEN = "profile one has no inter_bytes_per_s: no exchange between hosts was measured (ranks_per_host 8)"
+QWEN3 = known_model("qwen3-30b-a3b")
+
+
+def unmeasured(**rates: float | None) -> Profile:
+    """h100-ib without both rates but for those given."""
+    absent = {"intra_bytes_per_s": None, "inter_bytes_per_s": None}
+    return dataclasses.replace(H100, name="one", **(absent | rates))
+
+
+def test_a_profile_without_rates_of_exchanges_plans_degree_1() -> None:
+    profile = unmeasured()
+    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+    tree = SPTree(8, (1,))
+    plans = [
+        plan_batch([900, 300, 5], tree, CostModel(given, QWEN3.shape(), tree)).plan
+        for given in (profile, H100)
+    ]
+    assert plans[0] == plans[1] and plans[0].token_load().tolist().count(0) == 5
+
+
+@pytest.mark.parametrize("backend", ["ulysses", "ring", "usp", "gather", "auto"])
+@pytest.mark.parametrize(
+    ("rates", "num_ranks", "message"),
+    [
+        ({}, 2, INSIDE),
+        ({"inter_bytes_per_s": 1e9}, 8, INSIDE),
+        ({"intra_bytes_per_s": 1e9}, 16, BETWEEN),
+    ],
+)
+def test_exchanges_that_were_not_measured_are_refused_before_planning(
+    backend: str, rates: dict, num_ranks: int, message: str
+) -> None:
+    degrees = (1, 2) if num_ranks == 2 else (1, num_ranks)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CostModel(unmeasured(**rates), QWEN3.shape(), SPTree(num_ranks, degrees), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["ulysses", "ring", "usp", "gather", "auto"])
+def test_one_host_that_was_measured_is_enough_for_nodes_inside_hosts(backend: str) -> None:
+    profile, tree = unmeasured(intra_bytes_per_s=350e9), SPTree(16, (1, 2, 4, 8))
+    lengths = np.array([9000, 50])
+    times = [
+        CostModel(given, QWEN3.shape(), tree, backend=backend).sample_times(lengths)
+        for given in (profile, H100)
+    ]
+    assert np.array_equal(times[0].fwd_us, times[1].fwd_us)
+
+
+def test_experts_and_shards_need_rates_too() -> None:
+    with pytest.raises(ValueError, match=re.escape(INSIDE)):
+        CostModel(unmeasured(), QWEN3.shape(expert_parallel=4), SPTree(8, (1,)))
+    with pytest.raises(ValueError, match=re.escape(INSIDE)):
+        sharding_us(QWEN3, unmeasured(), 8)
+    with pytest.raises(ValueError, match=re.escape(BETWEEN)):
+        sharding_us(QWEN3, unmeasured(intra_bytes_per_s=350e9), 16)
+    inside = [sharding_us(QWEN3, given, 8) for given in (unmeasured(intra_bytes_per_s=350e9), H100)]
+    assert inside[0] == inside[1] != (0.0, 0.0)
+    assert sharding_us(QWEN3, unmeasured(), 1) == (0.0, 0.0)
+
+
+def test_the_command_says_it_in_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(unmeasured().to_dict()))
+    words = f"plan --lengths 900,30 --ranks 8 --profile {path} --max-degree"
+    assert main([*words.split(), "1"]) == 0
+    capsys.readouterr()
+    assert main([*words.split(), "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert INSIDE in line
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 4, 8, 12])
+def test_tiers_are_found_again_in_the_rates_that_follow_from_them(ranks_per_host: int) -> None:
+    known = dataclasses.replace(H100, ranks_per_host=ranks_per_host)
+    rates = {d: known.exchange_rate("ulysses", d).bytes_per_s for d in (2, 4, 8, 16, 32)}
+    inside, between = measured_tiers(rates, ranks_per_host)
+    assert inside == (None if ranks_per_host == 1 else 350e9)
+    assert between == pytest.approx(45e9)
+    alone = {degree: rates[degree] for degree in (2, 4) if ranks_per_host % degree == 0}
+    assert measured_tiers(alone, ranks_per_host)[1] is None
