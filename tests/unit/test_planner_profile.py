@@ -105,8 +105,9 @@ def test_files_that_are_no_profiles(tmp_path) -> None:
 
 # --- what was not measured ------------------------------------------------------------------------
 
-INSIDE = "profile one has no intra_bytes_per_s: no exchange inside a host was measured (ranks_per_host 8)"
-BETWEEN = "profile one has no inter_bytes_per_s: no exchange between hosts was measured (ranks_per_host 8)"
+ABSENT = "profile one has no {}: no exchange {} was measured (ranks_per_host 8); profile more ranks"
+INSIDE = ABSENT.format("intra_bytes_per_s", "inside a host")
+BETWEEN = ABSENT.format("inter_bytes_per_s", "between hosts")
 QWEN3 = known_model("qwen3-30b-a3b")
 
 
