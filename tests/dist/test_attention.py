@@ -1,6 +1,6 @@
 """Nested attention on gloo ranks against the oracle, fp64, many cases a launch.
 
-Cases B1, B2, C1, C2, C5, D1, D3, H1, I1, I2 and J2 of the case list, as far as attention goes.
+Cases B1, B2, C1, C2, C5, D1, D3, H1, I1, I2 and J2 of docs/cases.md, as far as attention goes.
 """
 
 import random

@@ -1,6 +1,6 @@
 """The same batches on one rank and on four, through Megatron's own loop: same losses and gradients.
 
-Case E1 (four placements), D1, D4 and L2 of the case list. All runs start from one checkpoint.
+Case E1 (four placements), D1, D4 and L2 of docs/cases.md. All runs start from one checkpoint.
 """
 
 from collections.abc import Iterator

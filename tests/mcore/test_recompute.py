@@ -1,6 +1,6 @@
 """Tree-level recomputation in Megatron's own loop: same bits, counted calls, counted bytes.
 
-Cases H1, H2 and H3 of the case list. Counts are taken from outside: kernel calls in a wrapper
+Cases H1, H2 and H3 of docs/cases.md. Counts are taken from outside: kernel calls in a wrapper
 around the kernel, collectives by logging groups.
 """
 
