@@ -79,7 +79,8 @@ def test_e3_a_step_without_any_target(tmp_path: Path) -> None:
     assert run.losses == [0.0, 0.0]
     assert "number of nan iterations:   0" in run.output
     assert run.output.count("targets: 0 (no targets in this step)") == 2
-    assert all(not grad.any() for grad in run.grads(0).values())
+    gradients = run.grads(0)
+    assert len(gradients) > 10 and all(not grad.any() for grad in gradients.values())
 
 
 def test_g1_idle_experts_and_a_rank_without_tokens(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_l3_same_bits(repeated: dict[str, Run], other: str) -> None:
     assert first.losses == again.losses
     for step in range(3):
         expected, got = first.grads(step), again.grads(step)
-        assert all(grad.equal(got[name]) for name, grad in expected.items())
+        assert expected and all(grad.equal(got[name]) for name, grad in expected.items())
 
 
 def test_h1_recompute_repeats_the_forward_exchanges_of_every_node(repeated: dict[str, Run]) -> None:

@@ -376,5 +376,5 @@ def test_check_source(path, source, finding, check_files):
 
 
 def test_check_files_refuses_to_check_nothing(check_files, tmp_path):
-    with pytest.raises(ValueError, match="no Python file"):
+    with pytest.raises(ValueError, match=f"no Python file below '{tmp_path}'"):
         check_files.main([str(tmp_path)])
