@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
 from megatron_nsp.cli import main
 from megatron_nsp.cost.cost_model import CostModel
@@ -245,13 +246,36 @@ def test_other_files_are_refused(
     assert main(["report", str(tmp_path / "x"), "/no/such/x.html"]) == 2
 
 
-def test_figures_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "figures.png"
+def test_figures_of_a_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, drawn, close = tmp_path / "figures.png", [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", drawn.append)
     words = "simulate --lengths wikipedia --batch-tokens 100K --max-len 32K --ranks 8 --batches 2"
     for more in ("", " --ablation --model qwen3-8b --recompute full"):
-        assert main(f"{words} --plot {path}{more}".split()) == 0
-        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 50_000
-        capsys.readouterr()
+        assert main(f"{words} --json --plot {path}{more}".split()) == 0
+        assert path.read_bytes().startswith(b"\x89PNG")
+        data = json.loads(capsys.readouterr().out)
+        (figure,) = drawn
+        drawn.clear()
+        mean_us = {name: np.mean(row["step_us"]) for name, row in data["policies"].items()}
+        base_us = mean_us[data["reference"]]
+        lengths, shares, times, parts, routing, ablation = figure.axes
+        names = [label.get_text() for label in times.get_yticklabels()]
+        widths = [bar.get_width() for bar in times.containers[0]]
+        assert dict(zip(names, widths, strict=True)) == pytest.approx(
+            {name: mean_us[name] / base_us for name in names}
+        )
+        assert set(names) == set(mean_us)
+        stacked = np.sum([[bar.get_height() for bar in one] for one in parts.containers], axis=0)
+        assert stacked == pytest.approx(widths, rel=1e-6)
+        for axis, num_sets in ((lengths, 1), (shares, 2)):
+            sums = [sum(bar.get_height() for bar in one) for one in axis.containers]
+            assert sums == pytest.approx([100] * num_sets)
+        assert np.sum(routing.images[0].get_array(), axis=0).max() == pytest.approx(100)
+        parts_named = len(data.get("ablation", [])) - 1 if more else 0
+        assert sum(len(one) for one in ablation.containers) == parts_named
+        close(figure)
     assert main(f"{words} --plot {tmp_path}/none/x.png".split()) == 2
     assert "--plot takes a .png in a folder that exists" in capsys.readouterr().err
 
