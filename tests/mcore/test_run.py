@@ -74,7 +74,7 @@ def test_resuming_on_other_data_is_refused_and_a_record_goes_on(
         (["--seed", "9"], "made with --seed 7, this run has 9"),
         (["--nsp-batch-tokens", "100"], "made with --nsp-batch-tokens 300, this run has 100"),
         (["--data-path", str(tmp_path / "other")], "made with --data-path 60 documents"),
-        (["--nsp-token-budget", "400"], "made with --"),
+        (["--nsp-token-budget", "400"], "made with --nsp-token-budget None, this run has 400"),
     ):
         run = train(2, tmp_path / "refused", *flags, *load, *change, check=False)
         assert run.returncode == 2 and message in run.output, (change, run.output[-2000:])
