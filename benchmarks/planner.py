@@ -7,8 +7,8 @@ batches of each of the three length tables.
 The gap is the load of the plan over the lower bound, without node latency and, beside it, with it.
 The plan must be at or below the plan of every policy of the portfolio, and the search alone wins a
 batch when its own plan is; on 64 ranks both are scored from their JSON by the independent scorer of
-the tests. Planning is what a training step waits for at worst: the processor time of one warm call
-that works out what might win (search, rivals); its wall time stands beside it.
+`testing/scorer.py`. Planning is what a training step waits for at worst: the processor time of one
+warm call that works out what might win (search, rivals); its wall time stands beside it.
 
 Usage: `python benchmarks/planner.py [--ranks 64 256 1024] [--models ...] [--batches 50]`; exits 1
 if a target is missed.
@@ -36,7 +36,7 @@ from megatron_nsp.cost.profile import load_profile  # noqa: E402
 from megatron_nsp.plan.tree import SPTree  # noqa: E402
 from megatron_nsp.planner import plan_batch  # noqa: E402
 from megatron_nsp.steps.lengths import draw_batch, load_table, table_names  # noqa: E402
-from tests.unit.scorer import score_plan  # noqa: E402
+from megatron_nsp.testing.scorer import score_plan  # noqa: E402
 
 MODELS = {"qwen3-30b-a3b": (32, 1), "qwen3-235b-a22b": (64, 8)}
 """Largest degree and expert-parallel size."""

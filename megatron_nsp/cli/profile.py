@@ -172,4 +172,9 @@ def _under_torchrun(args: argparse.Namespace, model: Model, path: Path, name: st
 def _write(path: Path, profile: dict) -> None:
     path.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
     worst = max(profile["residuals"].values(), default=0.0)
-    print(f"wrote {path}: {profile['provenance']}; largest residual {100 * worst:.0f}%")
+    places = {"intra_bytes_per_s": "inside a host", "inter_bytes_per_s": "between hosts"}
+    missing = [where for name, where in places.items() if profile[name] is None]
+    print(
+        f"wrote {path}: {profile['provenance']}; largest residual {100 * worst:.0f}%"
+        + f"; no exchanges {', '.join(missing)}: not measured" * bool(missing)
+    )

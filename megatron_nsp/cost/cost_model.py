@@ -39,7 +39,7 @@ from megatron_nsp.cost.profile import Profile
 from megatron_nsp.cost.score import NodeTimes, PlanScore, SampleTimes, node_numbers
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.backends import NodeHeads, backend_choices
-from megatron_nsp.plan.phases import Pass
+from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.split import ULYSSES, Split, possible_splits
 from megatron_nsp.plan.tree import SPTree
@@ -66,8 +66,9 @@ class CostModel:
         overlap: whether the executor streams, so that ring members' transfers hide under compute.
 
     Raises:
-        ValueError: the backend or what is recomputed is unknown, its share is not one, or the
-            backend cannot split the heads at a degree of the tree.
+        ValueError: the backend or what is recomputed is unknown, its share is not one, the backend
+            cannot split the heads at a degree of the tree, or the profile has no rate for an
+            exchange.
     """
 
     profile: Profile
@@ -100,6 +101,17 @@ class CostModel:
                     f"degree {degree} cannot split {self.shape.num_heads} query and "
                     f"{self.shape.num_kv_heads} key/value heads evenly"
                 )
+        if None in (self.profile.intra_bytes_per_s, self.profile.inter_bytes_per_s):
+            self._ask_for_rates()
+
+    def _ask_for_rates(self) -> None:
+        """Lets the profile refuse what its rates leave out now, not when the first plan is made."""
+        for degree, splits in zip(self.tree.degrees, self.splits, strict=True):
+            for how in (self.of(degree, split) for split in splits):
+                for phase in Phase:
+                    for number in range(2):
+                        how.phase_latency_us(phase, number)
+        self.dense_us_per_token(Pass.FWD)
 
     @cached_property
     def splits(self) -> tuple[tuple[Split, ...], ...]:

@@ -2,11 +2,13 @@
 
 A profile is data: a built-in one in `data/profiles/`, or a JSON file that `megatron-nsp profile`
 wrote. Every profile says whether it was measured or estimated, where its numbers come from, and
-when. Units are in the names of the fields.
+when. What was not measured is absent: a profile of one rank has no rate of exchanges and plans
+degree 1 alone, one of a single host no rate between hosts. Units are in the names of the fields.
 """
 
 import json
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from importlib.resources import files
@@ -74,8 +76,9 @@ class Profile:
         date: when they were measured or written down, YYYY-MM-DD.
         attention: by length in tokens; in between the rates are interpolated.
         dense_flops_per_s: throughput of one rank in projections and MLP.
-        intra_bytes_per_s: bytes one rank sends a second in an exchange inside a host.
-        inter_bytes_per_s: bytes one rank sends a second to other hosts.
+        intra_bytes_per_s: bytes one rank sends a second in an exchange inside a host; None = not
+            measured, and refused where a plan needs it.
+        inter_bytes_per_s: bytes one rank sends a second to other hosts; None as above.
         ranks_per_host: GPUs of a host, or CPU ranks.
         latency_us: time of one phase of an active node beyond its work, per layer and pass.
         bias_us: time of a micro-batch beyond its work (parameter traffic, launches).
@@ -93,8 +96,8 @@ class Profile:
     date: str
     attention: Mapping[int, AttentionRate] = field(hash=False)
     dense_flops_per_s: float
-    intra_bytes_per_s: float
-    inter_bytes_per_s: float
+    intra_bytes_per_s: float | None
+    inter_bytes_per_s: float | None
     ranks_per_host: int
     latency_us: float
     bias_us: float = 0.0
@@ -124,6 +127,9 @@ class Profile:
             backend: the SP backend.
             degree: ranks of the node, at least 2.
             stride: GPUs from one rank of the node to the next (the tensor-parallel size).
+
+        Raises:
+            ValueError: the rate was not measured.
         """
         assert degree > 1, f"{degree=} sends nothing"
         measured = self.exchanges.get(backend, {}).get(degree)
@@ -131,9 +137,33 @@ class Profile:
             return measured
         beside = self._beside(degree, stride)
         if beside == degree:
-            return ExchangeRate(self.intra_bytes_per_s, self.latency_us)
-        rate = self.inter_bytes_per_s * (degree - 1) / (degree - beside)
+            return ExchangeRate(self.rate_inside(), self.latency_us)
+        rate = self.rate_between() * (degree - 1) / (degree - beside)
         return ExchangeRate(rate, self.latency_us)
+
+    def rate_inside(self) -> float:
+        """Bytes one rank sends a second inside a host.
+
+        Raises:
+            ValueError: the rate was not measured.
+        """
+        return self._known("intra_bytes_per_s", self.intra_bytes_per_s, "inside a host")
+
+    def rate_between(self) -> float:
+        """Bytes one rank sends a second to other hosts.
+
+        Raises:
+            ValueError: the rate was not measured.
+        """
+        return self._known("inter_bytes_per_s", self.inter_bytes_per_s, "between hosts")
+
+    def _known(self, name: str, bytes_per_s: float | None, where: str) -> float:
+        if bytes_per_s is None:
+            raise ValueError(
+                f"profile {self.name} has no {name}: no exchange {where} was measured "
+                f"(ranks_per_host {self.ranks_per_host}); profile more ranks or use degree 1 alone"
+            )
+        return bytes_per_s
 
     def members_rate(self, split: Split, degree: int, stride: int = 1) -> ExchangeRate:
         """What an exchange between the ring members of a node does.
@@ -150,6 +180,9 @@ class Profile:
             split: how the node divides attention; at least two members.
             degree: ranks of the node.
             stride: GPUs from one rank of the node to the next.
+
+        Raises:
+            ValueError: the rate was not measured.
         """
         members, beside = split.num_members, self._beside(degree, stride)
         peers = split.backend.num_peers(members)
@@ -169,11 +202,8 @@ class Profile:
         return max(self.ranks_per_host // stride, 1)
 
     def _beside(self, degree: int, stride: int) -> int:
-        """Ranks of a node that share a host, itself among them: all, or the least any rank has."""
-        together = self.ranks_together(stride)
-        if degree <= together and together % degree == 0:
-            return degree
-        return together if degree % together == 0 else 1
+        """Ranks of a node that share a host, see `ranks_beside`."""
+        return ranks_beside(degree, self.ranks_together(stride))
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as JSON values."""
@@ -214,6 +244,7 @@ _TEXTS = {"name", "provenance", "date"}
 _OTHER = {"is_estimate", "attention", "exchanges", "fitted", "residuals"}
 _MAY_BE_ZERO = {"latency_us", "bias_us", "quadratic_us", "linear_us", "exchange_bytes_per_token"}
 _MAY_BE_UNKNOWN = {"memory_bytes", "merged_elements_per_s"}
+_MAY_BE_UNKNOWN |= {"intra_bytes_per_s", "inter_bytes_per_s"}
 _MAY_BE_ZERO |= {"activation_bytes_per_token", "fwd_share"}
 
 
@@ -269,6 +300,41 @@ def _table[Rate: (AttentionRate, ExchangeRate)](
 
 def _keyed_by_text(table: Mapping[int, Any]) -> dict[str, Any]:
     return {str(key): asdict(rate) for key, rate in sorted(table.items())}
+
+
+def ranks_beside(degree: int, together: int) -> int:
+    """Ranks of a node that share a host, itself among them: all, or the least any rank has.
+
+    Args:
+        degree: ranks of the node.
+        together: ranks of the domain on one host.
+    """
+    if degree <= together and together % degree == 0:
+        return degree
+    return together if degree % together == 0 else 1
+
+
+def measured_tiers(
+    bytes_per_s: Mapping[int, float], ranks_per_host: int
+) -> tuple[float | None, float | None]:
+    """The rates inside a host and between hosts, from exchanges that were measured.
+
+    Args:
+        bytes_per_s: what a rank sent to all others of its node, by degree.
+        ranks_per_host: ranks on one host, neighbours in the order of ranks.
+
+    Returns:
+        The median of the nodes inside a host; of the others the slowest of what left it, the
+        inverse of `Profile.exchange_rate`. None where no degree tells.
+    """
+    inside, between = [], []
+    for degree, rate in bytes_per_s.items():
+        beside = ranks_beside(degree, ranks_per_host)
+        if beside == degree:
+            inside.append(rate)
+        else:
+            between.append(rate * (degree - beside) / (degree - 1))
+    return statistics.median(inside) if inside else None, min(between, default=None)
 
 
 def built_in_profiles() -> tuple[str, ...]:

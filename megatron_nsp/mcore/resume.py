@@ -85,7 +85,9 @@ def compare(saved: dict[str, Any], own: dict[str, Any]) -> None:
     Raises:
         OtherDrawError: one differs.
     """
-    for flag in sorted(saved.keys() | own.keys()) if saved else ():
+    # What only one of them has follows from a flag that differs: that one is named.
+    both, either = saved.keys() & own.keys(), saved.keys() ^ own.keys()
+    for flag in [*sorted(both), *sorted(either)] if saved else ():
         if saved.get(flag) != own.get(flag):
             raise OtherDrawError(
                 f"the checkpoint was made with {flag} {saved.get(flag)}, this run has "

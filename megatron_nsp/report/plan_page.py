@@ -147,12 +147,11 @@ def _stacked(values: np.ndarray, labels: list[str], unit: str, limit: float | No
     """Bars of the ranks, one upon another; several ranks share one where there are many."""
     num_ranks, height = values.shape[1], 160
     shared = -(-num_ranks // _MOST_BARS)
-    if shared > 1:  # the fullest of each run stands for it
-        fullest = [
-            start + int(values[:, start : start + shared].sum(axis=0).argmax())
-            for start in range(0, num_ranks, shared)
-        ]
-        values = values[:, fullest]
+    shown = [  # the fullest of each run stands for it
+        start + int(values[:, start : start + shared].sum(axis=0).argmax())
+        for start in range(0, num_ranks, shared)
+    ]
+    values = values[:, shown]
     top = max(float(values.sum(axis=0).max(initial=0.0)), limit or 0.0, 1e-12)
     each = (svg.WIDTH - _LEFT - 10) / values.shape[1]
     parts = [
@@ -160,12 +159,12 @@ def _stacked(values: np.ndarray, labels: list[str], unit: str, limit: float | No
         svg.text(_LEFT - 6, 28, unit, "end"),
         svg.text(_LEFT - 6, height, "0", "end"),
     ]
-    for bar in range(values.shape[1]):
+    for bar, rank in enumerate(shown):
         y = float(height)
         for column in range(len(values)):
             tall = (height - 8) * float(values[column, bar]) / top
             y -= tall
-            title = f"rank {bar * shared}: {labels[column]} {values[column, bar]:,.1f} {unit}"
+            title = f"rank {rank}: {labels[column]} {values[column, bar]:,.1f} {unit}"
             x = _LEFT + bar * each
             parts.append(svg.rect(x, y, each - 0.5, tall, svg.color(column), title))
     if limit is not None:

@@ -35,7 +35,7 @@ from megatron_nsp.cost.node_cost import (
     sent_bytes_per_token,
     ulysses_sent_bytes,
 )
-from megatron_nsp.cost.profile import AttentionRate, ExchangeRate, Profile
+from megatron_nsp.cost.profile import AttentionRate, ExchangeRate, Profile, measured_tiers
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.layout import rank_layout
 from megatron_nsp.plan.phases import Pass, Phase
@@ -146,8 +146,9 @@ class Profiler:
         exchanges, residuals = self._exchanges()
         latency_us = self._launch_us()
         table = exchanges.get("ulysses") or exchanges.get("ring", {})
-        rates = [rate.bytes_per_s for rate in table.values()] or [1e9]
-        inside = [rate.bytes_per_s for degree, rate in table.items() if degree <= ranks_per_host]
+        inside, between = measured_tiers(
+            {degree: rate.bytes_per_s for degree, rate in table.items()}, ranks_per_host
+        )
         memory = None
         if self.device.type == "cuda":
             memory = float(torch.cuda.get_device_properties(self.device).total_memory)
@@ -158,8 +159,8 @@ class Profiler:
             date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             attention=attention,
             dense_flops_per_s=dense_flops_per_s,
-            intra_bytes_per_s=statistics.median(inside or rates),
-            inter_bytes_per_s=min(rates),
+            intra_bytes_per_s=inside,
+            inter_bytes_per_s=between,
             ranks_per_host=ranks_per_host,
             latency_us=latency_us,
             bias_us=self._bias_us(),

@@ -22,7 +22,11 @@ def sharding_us(
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> tuple[float, float]:
-    """Microseconds to gather one layer's weights, and to scatter its gradients."""
+    """Microseconds to gather one layer's weights, and to scatter its gradients.
+
+    Raises:
+        ValueError: the profile has no rate for it.
+    """
     shared = (model.shared_parameters / model.num_layers) / tensor_parallel
     experts = model.expert_parameters / model.num_layers / (tensor_parallel * expert_parallel)
     peers = max(num_ranks // expert_parallel, 1)
@@ -33,7 +37,10 @@ def sharding_us(
 
 def _us_per_byte(profile: Profile, num_ranks: int, stride: int) -> float:
     """For each byte of the whole, among ranks that are `stride` GPUs apart."""
-    beside = min(max(profile.ranks_per_host // stride, 1), num_ranks)
-    outside = (num_ranks - beside) / num_ranks / (beside * profile.inter_bytes_per_s)
-    inside = (num_ranks - 1) / num_ranks / profile.intra_bytes_per_s
-    return max(outside, inside if beside > 1 else 0.0) * 1e6
+    beside = min(profile.ranks_together(stride), num_ranks)
+    outside = inside = 0.0
+    if beside < num_ranks:
+        outside = (num_ranks - beside) / num_ranks / (beside * profile.rate_between())
+    if beside > 1:
+        inside = (num_ranks - 1) / num_ranks / profile.rate_inside()
+    return max(outside, inside) * 1e6

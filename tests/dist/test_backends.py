@@ -1,6 +1,6 @@
 """Every backend, head layout and mask, saved and recomputed, on gloo ranks against the oracle.
 
-Cases B3 and L1 of the case list, and H1 as far as attention goes.
+Cases B3 and L1 of docs/cases.md, and H1 as far as attention goes.
 """
 
 import random

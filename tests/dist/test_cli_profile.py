@@ -23,6 +23,7 @@ def test_a_measured_profile_plans(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert printed.out.startswith(f"wrote {path}: measured on 4 ranks")
     profile = load_profile(str(path))
     assert profile.name == "mine" and not profile.is_estimate
+    assert profile.intra_bytes_per_s is not None and profile.inter_bytes_per_s is None
     assert {name: sorted(table) for name, table in profile.exchanges.items()} == {
         name: [2, 4] for name in ("ulysses", "ring", "gather")
     }
@@ -35,6 +36,26 @@ def test_a_measured_profile_plans(tmp_path: Path, capsys: pytest.CaptureFixture[
     words = f"plan --lengths 900,30 --ranks 4 --heads 4 --kv-heads 2 --profile {path} --json"
     assert main(words.split()) == 0
     assert json.loads(capsys.readouterr().out)["profile"]["is_estimate"] is False
+
+
+def test_one_rank_measures_no_exchange_and_invents_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.json"
+    assert main(["profile", str(path), "--ranks", "1", "--quick"]) == 0
+    said = "; no exchanges inside a host, between hosts: not measured\n"
+    assert capsys.readouterr().out.endswith(said)
+    profile = load_profile(str(path))
+    assert (profile.intra_bytes_per_s, profile.inter_bytes_per_s) == (None, None)
+    assert profile.exchanges == profile.residuals == {}
+    words = f"plan --lengths 900,30 --ranks 4 --heads 4 --kv-heads 2 --profile {path} --max-degree"
+    assert main([*words.split(), "1"]) == 0
+    capsys.readouterr()
+    assert main([*words.split(), "4"]) == 2
+    assert (
+        "profile one has no inter_bytes_per_s: no exchange between hosts was"
+        in capsys.readouterr().err
+    )
 
 
 def test_under_torchrun_it_measures_the_ranks_of_the_job(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Recomputation of attention on gloo ranks: order under delays, and a store that never lingers.
 
-Case H1 of the case list.
+Case H1 of docs/cases.md.
 """
 
 import random

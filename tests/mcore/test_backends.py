@@ -1,6 +1,6 @@
 """Every backend through Megatron's own loop: same losses and gradients as on one rank, in float64.
 
-Case B2 of the case list, and degrees above the number of heads.
+Case B2 of docs/cases.md, and degrees above the number of heads.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The same batches on one rank and on four, through Megatron's own loop: same losses and gradients.
 
-Case E1 (four placements), D1, D4 and L2 of the case list. All runs start from one checkpoint.
+Case E1 (four placements), D1, D4 and L2 of docs/cases.md. All runs start from one checkpoint.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def assert_same(one: Run, other: Run, steps: int, tolerance: float, loss_toleran
     np.testing.assert_allclose(other.losses, one.losses, rtol=loss_tolerance)
     for step in range(steps):
         expected, got = one.grads(step), other.grads(step)
-        assert expected.keys() == got.keys()
+        assert expected and expected.keys() == got.keys()
         for name, grad in expected.items():
             scale = max(float(grad.norm()), 1e-12)
             error = float((got[name] - grad).norm()) / scale

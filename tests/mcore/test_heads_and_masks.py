@@ -1,6 +1,6 @@
 """Windows, sinks and latent attention in Megatron's own loop: one rank against many.
 
-Case B3 of the case list. `test_reference.py` holds the same against Megatron alone, on one step.
+Case B3 of docs/cases.md. `test_reference.py` holds the same against Megatron alone, on one step.
 """
 
 import re

@@ -328,6 +328,39 @@ def test_rotary_rows_are_megatrons_own_at_each_position() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
 
 
+def test_m16_far_positions_keep_their_angles_in_models_of_16_bits() -> None:
+    """Against Megatron's own float32 rows, and against cosines in float64 where those are near."""
+    code = (
+        "from megatron_nsp.mcore.cpu.mode import enable_cpu_mode\n"
+        "enable_cpu_mode()\n"
+        "import torch\n"
+        "from megatron.core.models.common.embeddings import RotaryEmbedding\n"
+        "from megatron.core.models.common.embeddings import YarnRotaryEmbedding\n"
+        "from megatron_nsp.mcore.rope import NestedRotaryEmbedding\n"
+        "far = torch.tensor([0, 257, 4097, 32769, 65535, 131071, 2**20 - 1])\n"
+        "for base in (10_000, 1_000_000):\n"
+        "    for factor in (None, 4.0):\n"
+        "        how = dict(rotary_base=base, use_cpu_initialization=True)\n"
+        "        inner = RotaryEmbedding(16, 1.0, False, factor, **how)\n"
+        "        table = inner.get_emb(2**20)[far]\n"
+        "        pairs = torch.arange(8, dtype=torch.float64)\n"
+        "        exact = torch.outer(far.double() / (factor or 1.0), base ** (-pairs / 8))\n"
+        "        for dtype in (torch.float16, torch.bfloat16):\n"
+        "            module = torch.nn.Sequential(NestedRotaryEmbedding(inner)).to(dtype)\n"
+        "            rows = module(far)\n"
+        "            assert rows.dtype == torch.float32 and torch.equal(rows, table)\n"
+        "            errors = rows[:, 0, 0, :8].double().cos() - exact.cos()\n"
+        "            assert errors[:6].abs().max() < 0.03, errors\n"
+        "inner = YarnRotaryEmbedding(\n"
+        "    16, scaling_factor=32.0, original_max_position_embeddings=64)\n"
+        "module = NestedRotaryEmbedding(inner).to(torch.bfloat16)\n"
+        "table, factor = inner.get_emb(2**20)\n"
+        "rows, concentration = module(far)\n"
+        "assert torch.equal(rows, table[far]) and concentration == factor\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
+
+
 def test_a_batch_that_runs_once_more_begins_with_nothing_kept() -> None:
     plan = Plan.from_nodes(SPTree(1, (1,)), [5], [Node(0, 0)])
     batch = NestedBatch.build(plan, 0)

@@ -57,6 +57,12 @@ def test_what_changes_the_plan_is_free_only_where_nothing_is_carried(
     assert "\n" not in str(caught.value)
 
 
+def test_a_budget_is_named_itself_not_what_it_makes_matter(settings: Settings) -> None:
+    message = "made with --nsp-token-budget None, this run has 400"
+    with pytest.raises(OtherDrawError, match=message):
+        compare(settings(""), settings(BUDGET))
+
+
 def test_the_layout_of_the_input_changes_no_plan(settings: Settings) -> None:
     compare(settings(BUDGET), settings(f"{BUDGET} --nsp-input-layout static:2"))
 

@@ -43,6 +43,19 @@ def test_a_resumed_run_goes_on_where_it_stopped(
         assert documents_of(second, step) == documents_of(whole, step + 2)
 
 
+def test_k2_fewer_ranks_go_on_with_the_next_documents(tmp_path: Path, flags: list[str]) -> None:
+    flags += ["--train-iters", "4"]
+    save = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "2", "--exit-interval", "2"]
+    whole = train(4, tmp_path / "whole", *flags)
+    train(4, tmp_path / "first", *flags, *save)
+    # Megatron counts its schedule in steps times ranks, and wants to be told that it may differ.
+    load = ["--load", str(tmp_path / "checkpoint"), "--override-opt_param-scheduler"]
+    second = train(2, tmp_path / "second", *flags, *load)
+    np.testing.assert_allclose(second.losses, whole.losses[2:], rtol=1e-5)
+    for step in range(2):
+        assert documents_of(second, step) == documents_of(whole, step + 2)
+
+
 def test_resuming_on_other_data_is_refused_and_a_record_goes_on(
     tmp_path: Path, flags: list[str]
 ) -> None:
@@ -67,7 +80,7 @@ def test_resuming_on_other_data_is_refused_and_a_record_goes_on(
         (["--seed", "9"], "made with --seed 7, this run has 9"),
         (["--nsp-batch-tokens", "100"], "made with --nsp-batch-tokens 300, this run has 100"),
         (["--data-path", str(tmp_path / "other")], "made with --data-path 60 documents"),
-        (["--nsp-token-budget", "400"], "made with --"),
+        (["--nsp-token-budget", "400"], "made with --nsp-token-budget None, this run has 400"),
     ):
         run = train(2, tmp_path / "refused", *flags, *load, *change, check=False)
         assert run.returncode == 2 and message in run.output, (change, run.output[-2000:])

@@ -1,15 +1,17 @@
 """Pure tests of `megatron-nsp plan`: the JSON, the table, the errors. Case A1."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_nsp.cli import main
 from megatron_nsp.plan.plan import Plan
-from tests.unit.scorer import mixture_bound_us, score_plan, work_bound_us
+from megatron_nsp.testing.scorer import mixture_bound_us, score_plan, work_bound_us
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,11 +94,37 @@ def test_a_known_model_and_a_memory_size_give_shape_and_budget(capsys) -> None:
 
 def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
     words = "--lengths wikipedia --ranks 8 --batch-tokens 100000 --max-len 32768"
-    text = run_plan(capsys, words)
-    for part in ("node", "degree", "samples", "tokens", "imbalance", "gap", "baseline", "planning"):
-        assert part in text
-    assert text.count("####") >= 8 and "estimate" in text and text.isascii()
-    assert max(map(len, text.splitlines())) <= 120
+    text, data = run_plan(capsys, words), json.loads(run_plan(capsys, f"{words} --json"))
+    assert text.isascii() and max(map(len, text.splitlines())) <= 120
+    ranks = re.findall(r"^ +(\d+)  (#+) +([\d.,]+) +([\d,]+)$", text, re.MULTILINE)
+    assert [int(rank) for rank, *_ in ranks] == list(range(8))
+    assert [int(tokens.replace(",", "")) for *_, tokens in ranks] == data["token_load"]
+    load_ms = np.array(data["load_us"]) / 1e3
+    told_ms = [float(ms.replace(",", "")) for *_, ms, _ in ranks]
+    assert told_ms == pytest.approx(load_ms, abs=0.051)
+    bars = np.array([len(bar) for _, bar, *_ in ranks])
+    assert bars / bars.max() == pytest.approx(load_ms / load_ms.max(), abs=1 / bars.max())
+    plan = Plan.from_dict(data["plan"])
+    nodes = re.findall(r"^ +(\d+:\d+) +(\d+) +(\d+) +([\d,]+) ", text, re.MULTILINE)
+    assert {label: (int(d), int(n), int(t.replace(",", ""))) for label, d, n, t in nodes} == {
+        plan.tree.label(node): (
+            plan.tree.degree(node),
+            len(plan.samples_of(node)),
+            int(plan.lengths[plan.samples_of(node)].sum()),
+        )
+        for node in plan.active_nodes()
+    }
+    best = min(data["policies"], key=data["policies"].get)
+    for line in (
+        f"batch     {plan.num_samples:,} samples, {plan.lengths.sum():,} tokens, longest ",
+        "profile   h100-ib (estimate, ",
+        f"step      {data['step_us'] / 1e3:,.1f} ms, found by {data['policy']}\n",
+        f"imbalance {load_ms.max() / load_ms.mean():.3f} ",
+        f"gap       {data['gap']:.4f} to the lower bound of {data['bound_us'] / 1e3:,.1f} ms; "
+        f"{data['gap_no_latency']:.4f} without node latency\n",
+        f"baseline  {best} is the best other policy: ",
+    ):
+        assert f"\n{line}" in f"\n{text}"
     many = run_plan(capsys, "--lengths wikipedia --ranks 64 --batch-tokens 400000 --max-len 9999")
     assert "1:*" in many and len(many.splitlines()) < 130
     two = run_plan(capsys, "--lengths 40,40,40 --ranks 4 --max-degree 1 --token-budget 40")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_nsp.cost.bounds import lower_bound_us
 from megatron_nsp.planner import plan_batch
+from megatron_nsp.testing.scorer import mixture_bound_us, work_bound_us
 from tests.unit.planner_cases import brute_force_us, cluster, drawn, moe, workstation
-from tests.unit.scorer import mixture_bound_us, work_bound_us
 from tests.unit.test_planner_cost import constants
 
 TINY = [

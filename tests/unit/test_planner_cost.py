@@ -25,8 +25,8 @@ from megatron_nsp.plan.traffic import sent_elements
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.planner import plan_batch, policy_names
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_splits
+from megatron_nsp.testing.scorer import score_plan
 from tests.unit.planner_cases import LARGE, SMALL, cluster, workstation
-from tests.unit.scorer import score_plan
 
 
 def constants(cost: CostModel) -> dict:

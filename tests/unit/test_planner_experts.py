@@ -24,8 +24,8 @@ from megatron_nsp.simulator import simulate_plan
 from megatron_nsp.steps.lengths import Batch as Lengths
 from megatron_nsp.steps.lengths import draw_batch, load_table
 from megatron_nsp.testing.random_plans import random_plan
+from megatron_nsp.testing.scorer import score_plan
 from tests.unit.planner_cases import A3B, moe
-from tests.unit.scorer import score_plan
 
 
 @pytest.mark.parametrize("expert_degree", [2, 4, 8, 16])

@@ -7,7 +7,19 @@ import re
 import numpy as np
 import pytest
 
-from megatron_nsp.cost.profile import ExchangeRate, Profile, built_in_profiles, load_profile
+from megatron_nsp.cli import main
+from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.cost.models import known_model
+from megatron_nsp.cost.profile import (
+    ExchangeRate,
+    Profile,
+    built_in_profiles,
+    load_profile,
+    measured_tiers,
+)
+from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.planner import plan_batch
+from megatron_nsp.simulator.sharding import sharding_us
 
 H100 = load_profile("h100-ib")
 
@@ -34,8 +46,8 @@ def test_a_measured_table_goes_before_the_tiers() -> None:
     assert measured.exchange_rate("ulysses", 4) == rate
     assert measured.exchange_rate("ring", 4).bytes_per_s == 350e9
     assert measured.exchange_rate("ulysses", 8) == ExchangeRate(350e9, 30.0)
-    assert Profile.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
-    assert hash(measured) is not None
+    again = Profile.from_dict(json.loads(json.dumps(measured.to_dict())))
+    assert again == measured and len({again, measured, H100}) == 2
 
 
 def test_a_profile_from_a_file(tmp_path) -> None:
@@ -48,7 +60,10 @@ def test_a_profile_from_a_file(tmp_path) -> None:
     ("change", "message"),
     [
         ({"dense_flops_per_s": 0}, "dense_flops_per_s must be positive and finite, got 0"),
-        ({"dense_flops_per_s": float("nan")}, "dense_flops_per_s must be positive"),
+        (
+            {"dense_flops_per_s": float("nan")},
+            "dense_flops_per_s must be positive and finite, got nan",
+        ),
         ({"latency_us": -1}, "latency_us must be at least 0 and finite, got -1"),
         (
             {"exchanges": {"ulysses": {"1": {}}}},
@@ -66,7 +81,10 @@ def test_a_profile_from_a_file(tmp_path) -> None:
         ({"ranks_per_host": True}, "ranks_per_host must be a number, got True"),
         ({"speed": 3}, "there is no field speed"),
         ({"dense_flops_per_s": "fast"}, "dense_flops_per_s must be a number, got 'fast'"),
-        ({"dense_flops_per_s": float("inf")}, "dense_flops_per_s must be positive and finite"),
+        (
+            {"dense_flops_per_s": float("inf")},
+            "dense_flops_per_s must be positive and finite, got inf",
+        ),
     ],
 )
 def test_impossible_profiles_are_refused(tmp_path, change: dict, message: str) -> None:
@@ -81,11 +99,98 @@ def test_files_that_are_no_profiles(tmp_path) -> None:
     with pytest.raises(ValueError, match="neither a file of text nor one of a100"):
         load_profile("h300")
     for text, message in (
-        ("{", "is not JSON"),
-        ("[]", "must be a JSON object"),
+        ("{", r"profile .*bad\.json is not JSON: Expecting property name"),
+        ("[]", r"bad\.json: a profile must be a JSON object, got \[\]"),
         ("{}", "the field name, is_estimate, .* is missing"),
     ):
         path = tmp_path / "bad.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_profile(str(path))
+
+
+# --- what was not measured ------------------------------------------------------------------------
+
+ABSENT = "profile one has no {}: no exchange {} was measured (ranks_per_host 8); profile more ranks"
+INSIDE = ABSENT.format("intra_bytes_per_s", "inside a host")
+BETWEEN = ABSENT.format("inter_bytes_per_s", "between hosts")
+QWEN3 = known_model("qwen3-30b-a3b")
+
+
+def unmeasured(**rates: float | None) -> Profile:
+    """h100-ib without both rates but for those given."""
+    absent = {"intra_bytes_per_s": None, "inter_bytes_per_s": None}
+    return dataclasses.replace(H100, name="one", **(absent | rates))
+
+
+def test_a_profile_without_rates_of_exchanges_plans_degree_1() -> None:
+    profile = unmeasured()
+    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+    tree = SPTree(8, (1,))
+    plans = [
+        plan_batch([900, 300, 5], tree, CostModel(given, QWEN3.shape(), tree)).plan
+        for given in (profile, H100)
+    ]
+    assert plans[0] == plans[1] and plans[0].token_load().tolist().count(0) == 5
+
+
+@pytest.mark.parametrize("backend", ["ulysses", "ring", "usp", "gather", "auto"])
+@pytest.mark.parametrize(
+    ("rates", "num_ranks", "message"),
+    [
+        ({}, 2, INSIDE),
+        ({"inter_bytes_per_s": 1e9}, 8, INSIDE),
+        ({"intra_bytes_per_s": 1e9}, 16, BETWEEN),
+    ],
+)
+def test_exchanges_that_were_not_measured_are_refused_before_planning(
+    backend: str, rates: dict, num_ranks: int, message: str
+) -> None:
+    degrees = (1, 2) if num_ranks == 2 else (1, num_ranks)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CostModel(unmeasured(**rates), QWEN3.shape(), SPTree(num_ranks, degrees), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["ulysses", "ring", "usp", "gather", "auto"])
+def test_one_host_that_was_measured_is_enough_for_nodes_inside_hosts(backend: str) -> None:
+    profile, tree = unmeasured(intra_bytes_per_s=350e9), SPTree(16, (1, 2, 4, 8))
+    lengths = np.array([9000, 50])
+    times = [
+        CostModel(given, QWEN3.shape(), tree, backend=backend).sample_times(lengths)
+        for given in (profile, H100)
+    ]
+    assert np.array_equal(times[0].fwd_us, times[1].fwd_us)
+
+
+def test_experts_and_shards_need_rates_too() -> None:
+    with pytest.raises(ValueError, match=re.escape(INSIDE)):
+        CostModel(unmeasured(), QWEN3.shape(expert_parallel=4), SPTree(8, (1,)))
+    with pytest.raises(ValueError, match=re.escape(INSIDE)):
+        sharding_us(QWEN3, unmeasured(), 8)
+    with pytest.raises(ValueError, match=re.escape(BETWEEN)):
+        sharding_us(QWEN3, unmeasured(intra_bytes_per_s=350e9), 16)
+    inside = [sharding_us(QWEN3, given, 8) for given in (unmeasured(intra_bytes_per_s=350e9), H100)]
+    assert inside[0] == inside[1] != (0.0, 0.0)
+    assert sharding_us(QWEN3, unmeasured(), 1) == (0.0, 0.0)
+
+
+def test_the_command_says_it_in_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(unmeasured().to_dict()))
+    words = f"plan --lengths 900,30 --ranks 8 --profile {path} --max-degree"
+    assert main([*words.split(), "1"]) == 0
+    capsys.readouterr()
+    assert main([*words.split(), "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert INSIDE in line
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 4, 8, 12])
+def test_tiers_are_found_again_in_the_rates_that_follow_from_them(ranks_per_host: int) -> None:
+    known = dataclasses.replace(H100, ranks_per_host=ranks_per_host)
+    rates = {d: known.exchange_rate("ulysses", d).bytes_per_s for d in (2, 4, 8, 16, 32)}
+    inside, between = measured_tiers(rates, ranks_per_host)
+    assert inside == (None if ranks_per_host == 1 else 350e9)
+    assert between == pytest.approx(45e9)
+    alone = {degree: rates[degree] for degree in (2, 4) if ranks_per_host % degree == 0}
+    assert measured_tiers(alone, ranks_per_host)[1] is None

@@ -7,6 +7,7 @@ from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
+from megatron_nsp.testing.scorer import score_plan
 from tests.unit.planner_cases import (
     LARGE,
     LARGE_12,
@@ -16,7 +17,6 @@ from tests.unit.planner_cases import (
     ready_policies,
     workstation,
 )
-from tests.unit.scorer import score_plan
 from tests.unit.test_planner_cost import constants
 
 

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +51,10 @@ def test_a2_fewer_samples_than_ranks(lengths: list[int]) -> None:
         )
         assert sorted(placed.tolist()) == list(range(len(lengths)))
         load = plan.token_load()
+        held = load.tolist()
         assert load.sum() == sum(lengths)
-        load[0] += 1
-        assert plan.token_load()[1:].tolist() == load[1:].tolist()
+        load += 1  # what a caller does with its numbers is no change of the plan
+        assert plan.token_load().tolist() == held
 
 
 @pytest.mark.parametrize(("num_micro_batches", "num_carried"), [(1, 1), (2, 0), (3, 0), (None, 0)])
@@ -152,11 +154,13 @@ def test_passes_are_as_few_as_the_budget_needs() -> None:
 def test_f4_thousands_of_short_samples_stay_at_the_leaves() -> None:
     lengths = np.random.default_rng(0).integers(1, 65, 4000)
     for policy in ("auto", "search"):
+        started_s = time.perf_counter()
         result = plan_batch(lengths, EIGHT.tree, EIGHT, policy=policy)
+        took_ms = 1e3 * (time.perf_counter() - started_s)
         plan, load = result.plan, result.plan.token_load()
         assert {EIGHT.tree.degree(node) for node in plan.active_nodes()} == {1}
         assert load.max() - load.min() <= 64
-        assert result.report.plan_ms > 0
+        assert took_ms / 100 < result.report.plan_ms <= took_ms  # milliseconds, of this call
     equal = plan_batch([64] * 8, EIGHT.tree, EIGHT).plan
     assert equal.token_load().tolist() == [64] * 8
 

@@ -1,6 +1,6 @@
 """Pure tests of the marks: against bytes counted token by token, and cuts taken to the byte.
 
-Case H2 of the case list, as far as marks go.
+Case H2 of docs/cases.md, as far as marks go.
 """
 
 import json

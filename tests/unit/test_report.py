@@ -8,13 +8,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
 from megatron_nsp.cli import main
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.models import known_model
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.report.figures import bucket_edges, routing_shares, token_and_work_shares
 from megatron_nsp.simulator import IterationSettings
 from megatron_nsp.simulator.compare import Setting
@@ -42,10 +43,33 @@ def page_of(source: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return html
 
 
+def section_of(html: str, name: str) -> str:
+    """What stands below a heading."""
+    return html.split(f"<h2>{name}</h2>")[1].split("</section>")[0]
+
+
+def rows(html: str, section: str) -> list[list[str]]:
+    """The cells of a section's table, its head left out."""
+    table = ElementTree.fromstring(section_of(html, section))
+    return [[cell.text or "" for cell in row] for row in table.findall("tr")[1:]]
+
+
+def span(rect: ElementTree.Element) -> tuple[float, float]:
+    """Left and right edge."""
+    left = float(rect.get("x"))
+    return left, left + float(rect.get("width"))
+
+
 def rects(html: str, section: str) -> list[ElementTree.Element]:
     """The rectangles of a section."""
-    part = html.split(f"<h2>{section}</h2>")[1].split("</section>")[0]
-    return ElementTree.fromstring(re.findall(r"<svg.*?</svg>", part, re.DOTALL)[0]).findall("rect")
+    drawing = re.findall(r"<svg.*?</svg>", section_of(html, section), re.DOTALL)[0]
+    return ElementTree.fromstring(drawing).findall("rect")
+
+
+def node_of(tree: SPTree, rect: ElementTree.Element) -> Node:
+    """The node that a rectangle says it is."""
+    degree, index = re.match(r"node (\d+):(\d+): ", rect[0].text).groups()
+    return tree.node(int(degree), int(index))
 
 
 @pytest.fixture(params=["ulysses", "ring"])
@@ -64,22 +88,72 @@ def test_a_plan_shows_every_node_and_the_tokens_of_every_rank(
 ) -> None:
     html, data = page_of(planned, capsys), json.loads(planned.read_text())
     plan = Plan.from_dict(data["plan"])
+    tree = plan.tree
     assert plan.num_micro_batches == 2
     for number in range(2):
-        nodes = [rect[0].text for rect in rects(html, f"Nodes of micro-batch {number}")]
-        assert len(nodes) == 15
-        active = {plan.tree.label(node) for node in plan.active_nodes(number)}
-        shown = {re.match(r"node (\S+):", tip)[1] for tip in nodes if "nothing" not in tip}
-        assert shown == active
-        bars = rects(html, f"Tokens of the ranks of micro-batch {number}")
-        tokens = [float(bar[0].text.split()[-2].replace(",", "")) for bar in bars]
-        assert tokens == plan.token_load(number).tolist()
-        for node in plan.active_nodes(number):
-            tip = next(tip for tip in nodes if tip.startswith(f"node {plan.tree.label(node)}:"))
-            assert plan.tree.degree(node) == 1 or tip.endswith(plan.backend_of(node, number))
+        shown = {
+            node_of(tree, rect): rect for rect in rects(html, f"Nodes of micro-batch {number}")
+        }
+        assert set(shown) == set(tree.nodes())
+        for node, rect in shown.items():
+            label, held = tree.label(node), plan.samples_of(node, number)
+            tokens = int(plan.lengths[held].sum())
+            tip = f"node {label}: {len(held)} samples, {tokens:,} tokens"
+            tip += f", {plan.backend_of(node, number)}" if tree.degree(node) > 1 else ""
+            assert rect[0].text == (tip if len(held) else f"node {label}: nothing")
+            # It lies over its ranks, whose leaves stand side by side in the order of ranks.
+            leaves = [span(shown[tree.node(1, rank)]) for rank in tree.ranks(node)]
+            assert leaves == sorted(leaves)
+            assert span(rect) == pytest.approx((leaves[0][0], leaves[-1][1]), abs=0.02)
+        rows_of_depths = [
+            {shown[n].get("y") for n in tree.nodes() if n.depth == d} for d in range(4)
+        ]
+        assert [len(ys) for ys in rows_of_depths] == [1] * 4
+        tops = [float(y) for ys in rows_of_depths for y in ys]
+        assert tops == sorted(set(tops))
     assert ("ring 8x1" in html) == bool(plan.splits)
-    assert html.count("up to ") == 4 and "not possible: sample 0 of 9000 tokens needs" in html
-    assert "Queues in one layer of micro-batch 1" in html
+
+
+def test_bars_are_as_tall_as_the_tokens_of_the_ranks(
+    planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html, data = page_of(planned, capsys), json.loads(planned.read_text())
+    plan = Plan.from_dict(data["plan"])
+    for number in range(2):
+        bars = rects(html, f"Tokens of the ranks of micro-batch {number}")
+        load = plan.token_load(number)
+        assert [bar[0].text for bar in bars] == [
+            f"rank {rank}: tokens {tokens:,.1f} tokens" for rank, tokens in enumerate(load.tolist())
+        ]
+        tall = np.array([float(bar.get("height")) for bar in bars])
+        assert tall / tall.max() == pytest.approx(load / load.max(), abs=1e-3)
+        feet = [float(bar.get("y")) + float(bar.get("height")) for bar in bars]
+        assert feet == pytest.approx([feet[0]] * 8, abs=0.02)
+        lefts = [span(bar) for bar in bars]
+        assert all(a[1] <= b[0] for a, b in pairwise(lefts))
+
+
+def test_smaller_degrees_are_what_planning_with_them_gives(
+    planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html, data = page_of(planned, capsys), json.loads(planned.read_text())
+    backend = data["profile"]["backend"]
+    found = rows(html, "Other degrees")
+    assert [row[0] for row in found] == ["up to 1", "up to 2", "up to 4", "up to 8"]
+    words = "plan --lengths 9000,4000,4000,700,500,60 --ranks 8 --token-budget 1400 --json"
+    for name, step, tokens in found:
+        largest = ["--max-degree", name.removeprefix("up to ")]
+        status = main([*words.split(), "--backend", backend, *largest])
+        printed = capsys.readouterr()
+        if status:
+            reason = printed.err.strip().split("error: ")[1]
+            assert step == "not possible: " + reason.replace(
+                "--token-budget", "the token budget of"
+            )
+            continue
+        other = json.loads(printed.out)
+        assert step == f"{other['step_us'] / 1e3:,.1f} ms"
+        assert tokens == f"{max(map(max, other['token_load_by_micro_batch'])):,}"
 
 
 def test_the_loads_of_the_ranks_add_up_to_the_plan_s(
@@ -100,8 +174,7 @@ def test_no_queue_runs_two_steps_at_once(planned: Path, capsys: pytest.CaptureFi
     html = page_of(planned, capsys)
     lanes: dict[str, list[tuple[float, float]]] = {}
     for rect in rects(html, "Queues in one layer of micro-batch 0"):
-        start = float(rect.get("x"))
-        lanes.setdefault(rect.get("y"), []).append((start, start + float(rect.get("width"))))
+        lanes.setdefault(rect.get("y"), []).append(span(rect))
     assert len(lanes) > 8
     for spans in lanes.values():
         spans.sort()
@@ -115,23 +188,42 @@ def test_many_ranks_share_bars_and_one_rank_is_enough(
         assert main(f"plan --lengths {lengths} --ranks {ranks} --json".split()) == 0
         source = tmp_path / f"{ranks}.json"
         source.write_text(capsys.readouterr().out)
-        html = page_of(source, capsys)
-        assert len(rects(html, "Tokens of the ranks")) == min(ranks, 128)
+        plan = Plan.from_dict(json.loads(source.read_text())["plan"])
+        bars = rects(page_of(source, capsys), "Tokens of the ranks")
+        # Of each run of ranks the fullest is shown, by its own number.
+        runs = plan.token_load().reshape(-1, max(ranks // 128, 1))
+        fullest = runs.argmax(axis=1) + np.arange(len(runs)) * runs.shape[1]
+        assert [bar[0].text for bar in bars] == [
+            f"rank {rank}: tokens {tokens:,.1f} tokens"
+            for rank, tokens in zip(fullest.tolist(), runs.max(axis=1).tolist(), strict=True)
+        ]
 
 
 def test_a_log_shows_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.log").write_text(LOG)
     html = page_of(tmp_path / "run.log", capsys)
-    for part in (
-        "lm loss",
-        "predicted imbalance",
-        "14.5 ms",
-        "1 to 2",
-        "waiting for plans",
-        "8.5 ms",
+    assert rows(html, "Summary") == [
+        ["steps", "2"],
+        ["first and last", "1 to 2"],
+        ["steps that left samples out or carried some", "1"],
+    ]
+    for section, values, top in (
+        ("loss", [5.5, 5.25], "5.5 "),
+        ("predicted step", [12.5, 14.5], "14.5 ms"),
+        ("predicted imbalance", [1.05, 1.01], "1.05 "),
+        ("tokens", [300, 310], "310 "),
+        ("samples", [9, 4], "9 "),
+        ("waiting for plans", [0.2, 0.0], "0.2 ms"),
+        ("exposed communication, last rank", [8.5], "8.5 ms"),
     ):
-        assert part in html
-    assert "<td>steps that left samples out or carried some</td><td>1</td>" in html
+        drawing = ElementTree.fromstring(section_of(html, section))
+        largest, zero = drawing.findall("text")[:2]
+        assert (largest.text, zero.text) == (top, "0")
+        points = [point.split(",") for point in drawing.find("polyline").get("points").split()]
+        lefts = [float(x) for x, _ in points]
+        assert lefts == sorted(set(lefts)) and len(points) == len(values)
+        heights = float(zero.get("y")) - np.array([float(y) for _, y in points])
+        assert heights / heights.max() == pytest.approx(np.array(values) / max(values), abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -154,13 +246,36 @@ def test_other_files_are_refused(
     assert main(["report", str(tmp_path / "x"), "/no/such/x.html"]) == 2
 
 
-def test_figures_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "figures.png"
+def test_figures_of_a_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, drawn, close = tmp_path / "figures.png", [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", drawn.append)
     words = "simulate --lengths wikipedia --batch-tokens 100K --max-len 32K --ranks 8 --batches 2"
     for more in ("", " --ablation --model qwen3-8b --recompute full"):
-        assert main(f"{words} --plot {path}{more}".split()) == 0
-        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 50_000
-        capsys.readouterr()
+        assert main(f"{words} --json --plot {path}{more}".split()) == 0
+        assert path.read_bytes().startswith(b"\x89PNG")
+        data = json.loads(capsys.readouterr().out)
+        (figure,) = drawn
+        drawn.clear()
+        mean_us = {name: np.mean(row["step_us"]) for name, row in data["policies"].items()}
+        base_us = mean_us[data["reference"]]
+        lengths, shares, times, parts, routing, ablation = figure.axes
+        names = [label.get_text() for label in times.get_yticklabels()]
+        widths = [bar.get_width() for bar in times.containers[0]]
+        assert dict(zip(names, widths, strict=True)) == pytest.approx(
+            {name: mean_us[name] / base_us for name in names}
+        )
+        assert set(names) == set(mean_us)
+        stacked = np.sum([[bar.get_height() for bar in one] for one in parts.containers], axis=0)
+        assert stacked == pytest.approx(widths, rel=1e-6)
+        for axis, num_sets in ((lengths, 1), (shares, 2)):
+            sums = [sum(bar.get_height() for bar in one) for one in axis.containers]
+            assert sums == pytest.approx([100] * num_sets)
+        assert np.sum(routing.images[0].get_array(), axis=0).max() == pytest.approx(100)
+        parts_named = len(data.get("ablation", [])) - 1 if more else 0
+        assert sum(len(one) for one in ablation.containers) == parts_named
+        close(figure)
     assert main(f"{words} --plot {tmp_path}/none/x.png".split()) == 2
     assert "--plot takes a .png in a folder that exists" in capsys.readouterr().err
 

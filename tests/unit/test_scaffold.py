@@ -3,6 +3,7 @@
 No test here installs anything: setup runs in a scratch project with a stand-in for Python.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -70,6 +71,37 @@ def test_numpy_level_imports_without_torch(name, failures):
 
 def test_blocker_blocks():
     assert "out of reach" in import_without_torch(["torch"])["torch"]
+
+
+# --- imports outside the package ------------------------------------------------------------------
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports anywhere, relative imports left out."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            names |= {entry.name for entry in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." * node.level + (node.module or ""))
+    return names
+
+
+def roots(names: set[str]) -> set[str]:
+    """Their first parts."""
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "scripts", "examples", "megatron_nsp"])
+def test_nothing_outside_the_tests_imports_them(folder):
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    assert paths
+    assert [path.name for path in paths if "tests" in roots(imported(path))] == []
+
+
+def test_the_scorer_knows_nothing_of_what_it_scores():
+    names = imported(PACKAGE / "testing/scorer.py")
+    assert roots(names) == {"collections", "dataclasses", "typing"}
 
 
 # --- scripts/setup.sh -----------------------------------------------------------------------------

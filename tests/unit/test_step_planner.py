@@ -84,6 +84,19 @@ def test_planning_ahead_and_skipping_change_nothing(budget: int | None) -> None:
     assert len(set(plain)) == 12
 
 
+def test_k3_a_run_resumed_at_the_end_of_an_epoch_has_all_of_the_next() -> None:
+    """64 documents of 64 tokens, 16 a step: the first epoch ends with step 4."""
+
+    for first_step in (0, 4, 8):
+        sampler = BatchSampler(np.full(64, 64), 1024, 64, seed=1)
+        resumed = StepPlanner(
+            sampler, lambda b: plan_lengths(b.lengths), 0, can_carry=False, first_step=first_step
+        )
+        epoch = [resumed.next_step().batch.documents for _ in range(4)]
+        resumed.close()
+        assert sorted(np.concatenate(epoch).tolist()) == list(range(64))
+
+
 class WatchedPlanning:
     """Plans 300-token steps and notes the thread; steps after the first wait for the caller."""
 

@@ -51,12 +51,12 @@ def test_relations_agree_with_rank_sets(num_ranks: int, degrees: tuple[int, ...]
 @pytest.mark.parametrize(
     ("num_ranks", "degrees", "message"),
     [
-        (0, (1,), "at least 1, got 0"),
-        (4, (2, 4), r"starts with 1, got \[2, 4\]"),
-        (4, (), "starts with 1"),
-        (12, (1, 4, 6), "4 and 6"),
-        (4, (1, 1, 2), "1 and 1"),
-        (8, (1, 3), "degree 3 does not divide the 8"),
+        (0, (1,), "the number of ranks must be at least 1, got 0"),
+        (4, (2, 4), r"a chain of degrees starts with 1, got \[2, 4\]"),
+        (4, (), r"a chain of degrees starts with 1, got \[\]"),
+        (12, (1, 4, 6), r"each degree must divide the next larger one: 4 and 6 in \[1, 4, 6\]"),
+        (4, (1, 1, 2), r"each degree must divide the next larger one: 1 and 1 in \[1, 1, 2\]"),
+        (8, (1, 3), "degree 3 does not divide the 8 ranks of the domain"),
     ],
 )
 def test_bad_chains_name_both_numbers(
@@ -77,5 +77,5 @@ def test_unknown_nodes_are_refused() -> None:
     tree = SPTree(8, (1, 2, 4))
     with pytest.raises(ValueError, match="node 4:2 does not exist: 8 ranks hold 2"):
         tree.node(4, 2)
-    with pytest.raises(ValueError, match="degree 8 is not in the chain"):
+    with pytest.raises(ValueError, match=r"degree 8 is not in the chain \[1, 2, 4\]"):
         tree.node(8, 0)

@@ -1,11 +1,13 @@
 """Filling the leaves with the short tail of a micro-batch.
 
 A step lasts max over ranks forward + max over ranks backward. Attention takes 2.5 times as long
-backward, dense work twice, an all-to-all once: ranks that hold different mixtures can be busy
-equally long and still wait for one another in both passes. So the tail is filled in two parts:
+backward, dense work twice (three times where it is recomputed), an all-to-all once: ranks that hold
+different mixtures can be busy equally long and still wait for one another in both passes. So the
+tail is filled in two parts:
 
-1. its longest samples, whose attention counts most, even out the excess B - 2 F of backward over
-   forward (dense work, the bulk of what is still to come, has none);
+1. its longest samples, whose attention counts most, even out the excess B - k F of backward over
+   forward. The shortest sample is nearly all dense work, as is the bulk of what is still to come:
+   k is its B / F, so that dense work has no excess;
 2. the rest fills all ranks up to one level, in forward and backward at once.
 
 For part 2, let r be the forward share of the rest. With the forward limit r M + x and the backward
@@ -32,8 +34,6 @@ _TILT_ROUNDS = 3
 _ROOM_ROUNDS = 6
 """Times a level is raised to make up for ranks without token room; more change little."""
 
-_DENSE_FWD_SHARE = 1 / 3
-
 
 def fill_level(
     fwd_ns: IntArray,
@@ -52,7 +52,9 @@ def fill_level(
         room_ns: `[P]` how much of the rest the token budget lets each rank take; None = any.
     """
     rest_ns, num_ranks = rest_fwd_ns + rest_bwd_ns, len(fwd_ns)
-    share = rest_fwd_ns / rest_ns if rest_ns else _DENSE_FWD_SHARE
+    if rest_ns == 0:
+        return int(fwd_ns.max()) + int(bwd_ns.max()), fwd_ns
+    share = rest_fwd_ns / rest_ns
     spread = 0.25 * (int((fwd_ns + bwd_ns).max()) + rest_ns / num_ranks)
     center, level, offsets = 0.0, 0, fwd_ns
     for _ in range(_TILT_ROUNDS):
@@ -124,8 +126,13 @@ def fill_leaves(state: PassState, tail: IntArray) -> IntArray:
     done_ns = np.cumsum(fwd_ns + bwd_ns)
     stops = [int(np.searchsorted(done_ns, share * done_ns[-1])) for share in _FIRST_PARTS]
     trial, tokens = state.copy(), state.rank_tokens()
-    first = tail[: stops[-1]]
-    trial.place_level(0, first, state.bwd_ns - 2 * state.fwd_ns, (bwd_ns - 2 * fwd_ns)[: stops[-1]])
+    first, dense_ratio = tail[: stops[-1]], bwd_ns[-1] / fwd_ns[-1]
+    trial.place_level(
+        0,
+        first,
+        _excess_ns(state.fwd_ns, state.bwd_ns, dense_ratio),
+        _excess_ns(fwd_ns, bwd_ns, dense_ratio)[: stops[-1]],
+    )
     best_level_ns, best_stop, best_start_ns = -1, 0, state.fwd_ns
     latency_ns = np.where(state.stream_tokens[0] > 0, 0, problem.latency_ns[0])
     for stop in dict.fromkeys(stops):
@@ -146,6 +153,12 @@ def fill_leaves(state: PassState, tail: IntArray) -> IntArray:
     state.add(0, first[has_node], trial.index[first[has_node]])
     rest = np.concatenate([first[~has_node], tail[best_stop:]])
     return state.place_level(0, rest, best_start_ns, problem.total_ns[rest, 0])
+
+
+def _excess_ns(fwd_ns: IntArray, bwd_ns: IntArray, dense_ratio: float) -> IntArray:
+    """Backward time beyond what dense work of the same forward time would take."""
+    excess_ns: IntArray = bwd_ns - np.rint(dense_ratio * fwd_ns).astype(np.int64)
+    return excess_ns
 
 
 def _leaf_sums(trial: PassState, samples: IntArray, values_ns: IntArray) -> IntArray:

@@ -4,7 +4,12 @@ Reads nothing but `plan.nodes`, `profile` and the plan's sizes, and imports noth
 so that a mistake in the cost model cannot hide in its own test. Plain Python floats and loops.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+"""A plan or a profile as `megatron-nsp plan --json` prints it."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,7 @@ class Score:
     rank_load_us: list[float]
 
 
-def exchange_rate(profile: dict, degree: int) -> tuple[float, float]:
+def exchange_rate(profile: Json, degree: int) -> tuple[float, float]:
     """Bytes a second and latency: the table first, then 'inside a host', then 'across hosts'."""
     table = profile["exchanges"].get("ulysses", {})
     if str(degree) in table:
@@ -29,7 +34,7 @@ def exchange_rate(profile: dict, degree: int) -> tuple[float, float]:
     return profile["inter_bytes_per_s"] * (degree - 1) / (degree - beside), profile["latency_us"]
 
 
-def attention_rate(profile: dict, length: int, which: str) -> float:
+def attention_rate(profile: Json, length: int, which: str) -> float:
     """The kernel's flops a second at a length, on straight lines between the table's lengths."""
     table = sorted((int(known), rate[which]) for known, rate in profile["attention"].items())
     before = [point for point in table if point[0] <= length]
@@ -40,7 +45,7 @@ def attention_rate(profile: dict, length: int, which: str) -> float:
     return y0 + (y1 - y0) * (length - x0) / (x1 - x0)
 
 
-def fitted_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
+def fitted_us(length: int, degree: int, profile: Json) -> tuple[float, float]:
     """The same as `sample_us` from one model's fitted times."""
     fitted = profile["fitted"]
     total_us = (fitted["quadratic_us"] * length**2 + fitted["linear_us"] * length) / degree
@@ -50,7 +55,7 @@ def fitted_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
     return total_us * fitted["fwd_share"], total_us * (1 - fitted["fwd_share"])
 
 
-def sample_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
+def sample_us(length: int, degree: int, profile: Json) -> tuple[float, float]:
     """Forward and backward time that one sample adds to each rank of its node."""
     if profile["fitted"] is not None:
         return fitted_us(length, degree, profile)
@@ -89,14 +94,14 @@ def sample_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
     )
 
 
-def expert_exchange_us(length: int, profile: dict) -> float:
+def expert_exchange_us(length: int, profile: Json) -> float:
     """Time one layer takes to send a sample's tokens to their experts and back."""
     model = profile["model"]
     rate = exchange_rate({**profile, "exchanges": {}}, model["expert_degree"])[0]
     return model["expert_bytes_per_token"] * length / rate * 1e6
 
 
-def expert_us(length: int, profile: dict) -> tuple[float, float]:
+def expert_us(length: int, profile: Json) -> tuple[float, float]:
     """Work of a sample's experts in both passes, done by one rank."""
     model = profile["model"]
     work_us = model["expert_flops_per_token"] * length / profile["dense_flops_per_s"] * 1e6
@@ -106,7 +111,7 @@ def expert_us(length: int, profile: dict) -> tuple[float, float]:
     return times * fwd_us, model["num_layers"] * (2 * work_us + sent_us)
 
 
-def ring_node_us(node: dict, profile: dict) -> tuple[float, float, float]:
+def ring_node_us(node: Json, profile: Json) -> tuple[float, float, float]:
     """Forward and backward time of a node with ring members, and its latency in a pass.
 
     Walks the rounds of one layer: what a transfer takes longer than the compute beside it counts.
@@ -161,7 +166,7 @@ def ring_node_us(node: dict, profile: dict) -> tuple[float, float, float]:
     return totals[0], totals[1], layers * waits_us
 
 
-def members_rate(profile: dict, degree: int, members: int, outer: str) -> tuple[float, float]:
+def members_rate(profile: Json, degree: int, members: int, outer: str) -> tuple[float, float]:
     """Bytes a second and latency between ring members; here only where nothing was measured."""
     assert not profile["exchanges"]
     rate, latency_us = exchange_rate(profile, degree)
@@ -177,7 +182,7 @@ def members_rate(profile: dict, degree: int, members: int, outer: str) -> tuple[
     return rate, latency_us
 
 
-def score_plan(plan: dict, profile: dict) -> Score:
+def score_plan(plan: Json, profile: Json) -> Score:
     """Scores the JSON of a plan; a pass waits for its slowest rank, passes add up."""
     num_ranks, num_passes = plan["num_ranks"], plan["num_micro_batches"]
     fwd = [[0.0] * num_ranks for _ in range(num_passes)]
@@ -227,7 +232,7 @@ Option = tuple[int, float, float, float, float]
 """A degree, f and b, and e_f and e_b where a group shares the sample's experts."""
 
 
-def bound_options(plan: dict, profile: dict, token_budget: int | None) -> list[list[Option]]:
+def bound_options(plan: Json, profile: Json, token_budget: int | None) -> list[list[Option]]:
     """The degrees at which each sample fits the token budget."""
     group, choices = profile["model"]["expert_degree"], []
     for length in [length for node in plan["nodes"] for length in node["lengths"]]:
@@ -242,7 +247,9 @@ def bound_options(plan: dict, profile: dict, token_budget: int | None) -> list[l
     return choices
 
 
-def least_sum_us(choices: list[list[Option]], limit_us: float, group: int, cost_us) -> float:
+def least_sum_us(
+    choices: list[list[Option]], limit_us: float, group: int, cost_us: Callable[..., float]
+) -> float:
     """The sum of the least costs among degrees at which a rank has time for its sample."""
     return sum(
         min(
@@ -257,7 +264,9 @@ def least_sum_us(choices: list[list[Option]], limit_us: float, group: int, cost_
     )
 
 
-def least_limit_us(needed_us, choices: list[list[Option]], num_ranks: int) -> float:
+def least_limit_us(
+    needed_us: Callable[[float], float], choices: list[list[Option]], num_ranks: int
+) -> float:
     """The least M for which `needed_us(M)`, which falls, is at most P M, by halving."""
     low, high = 0.0, 1.0 + sum(d * (f + b) + ef + eb for ((d, f, b, ef, eb), *_) in choices)
     for _ in range(45):
@@ -266,7 +275,7 @@ def least_limit_us(needed_us, choices: list[list[Option]], num_ranks: int) -> fl
     return high
 
 
-def work_bound_us(plan: dict, profile: dict, token_budget: int | None = None) -> float:
+def work_bound_us(plan: Json, profile: Json, token_budget: int | None = None) -> float:
     """The lower bound by work, biases included."""
     choices = bound_options(plan, profile, token_budget)
     group = profile["model"]["expert_degree"]
@@ -278,7 +287,7 @@ def work_bound_us(plan: dict, profile: dict, token_budget: int | None = None) ->
     return least_limit_us(needed_us, choices, plan["num_ranks"]) + bias_us
 
 
-def mixture_bound_us(plan: dict, profile: dict, token_budget: int | None = None) -> float:
+def mixture_bound_us(plan: Json, profile: Json, token_budget: int | None = None) -> float:
     """The lower bound by mixture, biases included."""
     group, num_ranks = profile["model"]["expert_degree"], plan["num_ranks"]
     choices = bound_options(plan, profile, token_budget)
@@ -292,7 +301,9 @@ def mixture_bound_us(plan: dict, profile: dict, token_budget: int | None = None)
         for _ in range(8):
             offset_us = min(0.0, fwd_us - (limit_us - fwd_us) / k)
 
-            def kept_us(d, f, b, ef, eb, offset_us=offset_us):
+            def kept_us(
+                d: int, f: float, b: float, ef: float, eb: float, offset_us: float = offset_us
+            ) -> float:
                 kept, expert = min(f, b / k), min(ef, eb / k)
                 lack = b / k - kept + (eb / k - expert) / group
                 return d * kept + expert + d * max(0.0, offset_us + lack)
