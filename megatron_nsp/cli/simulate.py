@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for a minute or more a batch (%(default)s)",
     )
     parser.add_argument(
-        "--micro-batches", type=int, help="passes of a step; without it as many as are needed"
+        "--micro-batches", type=int, help="micro-batches of a step; without it as many as needed"
     )
     parser.add_argument("--no-overlap", action="store_true", help="finish a node before the next")
     parser.add_argument(

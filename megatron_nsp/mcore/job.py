@@ -51,7 +51,7 @@ def check_policy(
     Args:
         config: the settings.
         tree: the SP tree.
-        num_micro_batches: passes of a step.
+        num_micro_batches: micro-batches of a step.
         heads: query and key/value heads on a tensor-parallel rank.
 
     Raises:
@@ -86,7 +86,7 @@ class Job:
         args: Megatron's arguments; those Megatron derives are there once it validated them.
         config: our settings.
         tree: the SP tree of every domain.
-        num_micro_batches: passes of a step, fixed for the run.
+        num_micro_batches: micro-batches of a step, fixed for the run.
         max_length: longest sample to train on, in tokens.
         row_multiple: buffers are filled to a multiple of this many rows.
         documents: the training documents.
@@ -277,8 +277,8 @@ class Job:
             f"{groups.num_groups} of {groups.num_creations} groups on this rank, kernel "
             f"{kernel_name}, profile {self.profile.name}{estimate}, policy {self.config.policy}, "
             f"backend {self.config.backend}, input layout {self.config.input_layout}, "
-            f"{self.num_micro_batches} passes a step of {self.config.batch_tokens} tokens, longest "
-            f"sample {self.max_length} tokens"
+            f"{self.num_micro_batches} micro-batches a step of {self.config.batch_tokens} tokens, "
+            f"longest sample {self.max_length} tokens"
         )
 
     def log_step(self, step: PlannedStep, before: ExposedStep | None) -> None:

@@ -103,10 +103,12 @@ def check_loop(args: argparse.Namespace, num_ranks: int) -> int:
     if args.global_batch_size % num_ranks:
         raise ValueError(
             f"--global-batch-size {args.global_batch_size} is no multiple of the {num_ranks} "
-            "data-parallel ranks; it sets the passes of a step, one for each multiple"
+            "data-parallel ranks; it sets the micro-batches of a step, one for each multiple"
         )
     if args.rampup_batch_size is not None:
-        raise ValueError("--rampup-batch-size cannot be used: the passes of a step are fixed")
+        raise ValueError(
+            "--rampup-batch-size cannot be used: the micro-batches of a step are fixed"
+        )
     if args.eval_iters and not (args.valid_data_path and args.train_data_path):
         raise ValueError(
             f"--eval-iters {args.eval_iters} needs --valid-data-path, and --train-data-path in "

@@ -42,7 +42,7 @@ class Plan:
         index: `[n]` index of each sample's node within its depth.
         micro_batch: `[n]` the micro-batch each sample runs in; `CARRIED` (-1) for a sample left for
             the next step.
-        num_micro_batches: passes of the step; passes without samples are filler passes.
+        num_micro_batches: micro-batches of the step; those without samples are filler ones.
         token_budget: most tokens a rank may hold in one micro-batch; None = no limit.
         splits: how nodes divide attention among their ranks.
     """

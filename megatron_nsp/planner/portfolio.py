@@ -17,7 +17,7 @@ from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner.choose_splits import with_cheapest_splits
 from megatron_nsp.planner.policies import BatchPolicy, Rival, policies_of, portfolio_of
-from megatron_nsp.planner.search.micro_batches import Assignment, Batch
+from megatron_nsp.planner.search.micro_batches import Assignment, BatchProblem
 
 NO_MORE: Mapping[str, BatchPolicy] = MappingProxyType({})
 
@@ -40,7 +40,7 @@ class PlanReport:
         search_load_us: time of the step under the search's own plan; None if it was not asked for.
         policies: time of the step under each policy of the portfolio that places all samples.
         infeasible: policies of the portfolio that do not, that refuse the batch, or were skipped.
-        num_passes: micro-batches with samples; the others are filler passes.
+        num_micro_batches_used: micro-batches with samples; the others are filler ones.
         plan_ms: wall time of the call.
     """
 
@@ -51,7 +51,7 @@ class PlanReport:
     search_load_us: float | None
     policies: dict[str, float]
     infeasible: tuple[str, ...]
-    num_passes: int
+    num_micro_batches_used: int
     plan_ms: float
 
     @property
@@ -101,7 +101,7 @@ def plan_batch(
         cost: the cost model, of the same tree.
         token_budget: the most tokens a rank may hold in one micro-batch; None = no limit.
         token_balance: a budget of this many times a rank's mean tokens, if that is less.
-        num_micro_batches: passes of the step; None = as many as needed.
+        num_micro_batches: micro-batches of the step; None = as many as needed.
         policy: 'auto' (best of search and portfolio), or a policy by name, 'search' among them.
         compares_all: work out all of the portfolio, also what a lower bound rules out, and the
             lower bound of the step.
@@ -131,7 +131,7 @@ def plan_batch(
         search_load_us=outcome.search_load_us,
         policies={rival.policy: rival.score.load_us for rival in outcome.rivals},
         infeasible=outcome.infeasible,
-        num_passes=best.num_passes,
+        num_micro_batches_used=best.num_micro_batches_used,
         plan_ms=(time.perf_counter() - start_s) * 1e3,
     )
     return PlanResult(plan, best.score, report)
@@ -153,7 +153,7 @@ class _Request:
     ) -> "_Finished":
         """A placement as a plan on the whole tree, with its nodes split."""
         cost = self.cost
-        plain = assignment.plan(Batch(times, None), self.order, num_micro_batches)
+        plain = assignment.plan(BatchProblem(times, None), self.order, num_micro_batches)
         depths = [cost.tree.depth_of(degree) for degree in reversed(times.tree.degrees)]
         plain = replace(
             plain,
@@ -164,8 +164,11 @@ class _Request:
         plans = [plain] if cost.is_ulysses else [with_cheapest_splits(plain, cost)]
         degrees = np.array(cost.tree.degrees)[cost.tree.num_depths - 1 - plain.depth]
         if plans[0].splits and set(cost.ulysses_degrees).issuperset(degrees.tolist()):
-            plans.insert(0, plain)  # what is cheaper for a node may still slow down a pass
-        done = [_Finished(policy, each, cost.score(each), assignment.num_passes) for each in plans]
+            plans.insert(0, plain)  # what is cheaper for a node may still slow down a micro-batch
+        done = [
+            _Finished(policy, each, cost.score(each), assignment.num_micro_batches_used)
+            for each in plans
+        ]
         return min(done, key=lambda one: one.rank)
 
 
@@ -176,7 +179,7 @@ class _Finished:
     policy: str
     plan: Plan
     score: PlanScore
-    num_passes: int
+    num_micro_batches_used: int
 
     @cached_property
     def rank(self) -> tuple[int, int, float]:
@@ -273,19 +276,21 @@ def _outcome(
     more_policies: Mapping[str, BatchPolicy],
 ) -> _Outcome:
     """What the policies make of a batch with these times."""
-    batch, tree = Batch(times, limit), times.tree
+    batch, tree = BatchProblem(times, limit), times.tree
     policies = {**more_policies, **policies_of(tree)}
     others, chosen = (portfolio_of(tree), "search") if how.policy == "auto" else ({}, how.policy)
     placed = policies[chosen](batch, how.num_micro_batches or max(len(times.lengths), 1))
     _check_progress(batch, placed, chosen, policies[chosen], how.order)
-    passes = how.num_micro_batches or max(placed.num_passes, 1)
-    own = how.finished(chosen, placed, times, passes)
+    num_micro_batches = how.num_micro_batches or max(placed.num_micro_batches_used, 1)
+    own = how.finished(chosen, placed, times, num_micro_batches)
     to_beat_us = float("inf")
     if not how.compares_all:
-        to_beat_us = own.score.load_us - passes * how.cost.profile.bias_us
+        to_beat_us = own.score.load_us - num_micro_batches * how.cost.profile.bias_us
     rivals = [
-        how.finished(name, assignment, times, passes)
-        for name, assignment in _rivals(batch, placed.placed, passes, others, to_beat_us).items()
+        how.finished(name, assignment, times, num_micro_batches)
+        for name, assignment in _rivals(
+            batch, placed.placed, num_micro_batches, others, to_beat_us
+        ).items()
     ]
     names = {rival.policy for rival in rivals}
     return _Outcome(
@@ -315,9 +320,9 @@ def balanced_budget(
 
 
 def _rivals(
-    batch: Batch,
+    batch: BatchProblem,
     kept: IntArray,
-    max_passes: int,
+    max_micro_batches: int,
     others: Mapping[str, Rival],
     to_beat_us: float,
 ) -> dict[str, Assignment]:
@@ -330,7 +335,7 @@ def _rivals(
         if policy.bound_us(kept_batch) >= to_beat_us:
             continue
         try:
-            assignment = policy(kept_batch, max_passes)
+            assignment = policy(kept_batch, max_micro_batches)
         except ValueError:
             continue
         if assignment.is_complete:
@@ -339,7 +344,7 @@ def _rivals(
 
 
 def _check_progress(
-    batch: Batch, assignment: Assignment, name: str, policy: BatchPolicy, order: IntArray
+    batch: BatchProblem, assignment: Assignment, name: str, policy: BatchPolicy, order: IntArray
 ) -> None:
     """Refuses to carry a sample that the policy will have no place for in any step.
 

@@ -41,7 +41,7 @@ class NestedBatch:
 
     Attributes:
         plan: the plan of the step.
-        micro_batch: which of its passes this is.
+        micro_batch: which of its micro-batches this is.
         layout: what this rank holds.
         overlap: whether the schedule streams the phases of consecutive nodes.
         saved_samples: samples whose attention output is kept where a layer is recomputed.

@@ -15,7 +15,13 @@ import numpy as np
 from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import AttentionRate
-from megatron_nsp.planner import Algorithm1, PassProblem, Placement, by_passes, place_algorithm_1
+from megatron_nsp.planner import (
+    Algorithm1,
+    MicroBatchProblem,
+    Placement,
+    as_batch_policy,
+    place_algorithm_1,
+)
 from megatron_nsp.simulator.compare import Setting, planned, simulate_with_marks
 
 FULL, COST_MODEL = "full", "cost model"
@@ -58,7 +64,7 @@ def attention_only(cost: CostModel) -> CostModel:
     return replace(cost, profile=profile)
 
 
-def _place_greedily(problem: PassProblem) -> Placement:
+def _place_greedily(problem: MicroBatchProblem) -> Placement:
     return place_algorithm_1(problem, _GREEDY_RULES)
 
 
@@ -67,7 +73,7 @@ def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArra
 
     Components that `kept_whole` names are left out.
     """
-    greedy = {GREEDY: by_passes(_place_greedily)}
+    greedy = {GREEDY: as_batch_policy(_place_greedily)}
     nested = [planned(lengths, "auto", setting) for lengths in batches]
     plain = replace(setting, iteration=replace(setting.iteration, overlap=False))
     routed = [planned(each, GREEDY, setting, more_policies=greedy) for each in batches]

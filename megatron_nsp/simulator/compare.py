@@ -28,7 +28,7 @@ class Setting:
     Attributes:
         cost: the cost model.
         token_budget: the most tokens a rank may hold in a micro-batch; None = no limit.
-        num_micro_batches: passes of a step; None = as many as the budget needs.
+        num_micro_batches: micro-batches of a step; None = as many as the budget needs.
         longest: the longest sample that a run may meet; static degrees must hold it.
         iteration: how steps are executed, its marks left out.
         save_bytes: budget for attention outputs that are not recomputed.

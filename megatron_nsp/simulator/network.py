@@ -130,7 +130,7 @@ def active_paths(
 
     Args:
         plan: the plan.
-        micro_batch: which of its passes.
+        micro_batch: which of its micro-batches.
         cost: the cost model.
         orders: in which order each tree runs its nodes; root first if there are none. C times as
             many lay out C copies of all ranks, side by side.

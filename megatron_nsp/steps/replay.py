@@ -59,12 +59,13 @@ class PlanReplay:
     Args:
         path: file of one JSON plan a line.
         tree: the job's tree.
-        num_micro_batches: the job's passes in a step.
+        num_micro_batches: the job's micro-batches in a step.
         token_budget: the job's token budget.
         heads: query and key/value heads on a tensor-parallel rank; None = they split as they must.
 
     Raises:
-        ValueError: there is no such file, or a plan is for another tree, passes, budget or heads.
+        ValueError: there is no such file, or a plan is for another tree, number of micro-batches,
+            budget or heads.
     """
 
     def __init__(

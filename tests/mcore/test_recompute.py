@@ -33,26 +33,28 @@ def output(how: list[str]) -> KeptOutput:
     return KeptOutput(8, 0 if how is SELECTIVE else ROW_BYTES, LSE_BYTES, layers)
 
 
-def write_plans(folder: Path, tree: SPTree, steps: int, passes: int) -> list[Plan]:
-    """Recorded plans with a sample on every level in each pass, the others anywhere."""
+def write_plans(folder: Path, tree: SPTree, steps: int, num_micro_batches: int) -> list[Plan]:
+    """Recorded plans with a sample on every level in each micro-batch, the others anywhere."""
     write_documents(folder / "docs", LENGTHS, seed=3)
     rng, plans = random.Random(7), []
     for batch in batches(folder / "docs", steps, BATCH_TOKENS, max(LENGTHS)):
         nodes = [rng.choice(list(tree.nodes())) for _ in batch.lengths]
-        for place, degree in enumerate(tree.degrees * passes):
+        for place, degree in enumerate(tree.degrees * num_micro_batches):
             nodes[place] = tree.node(degree, rng.randrange(tree.num_ranks // degree))
-        micro_batch = [place // len(tree.degrees) % passes for place in range(len(nodes))]
-        plans.append(Plan.from_nodes(tree, batch.lengths, nodes, micro_batch, passes))
+        micro_batch = [
+            place // len(tree.degrees) % num_micro_batches for place in range(len(nodes))
+        ]
+        plans.append(Plan.from_nodes(tree, batch.lengths, nodes, micro_batch, num_micro_batches))
     (folder / "plans.jsonl").write_text("".join(plan.to_json() + "\n" for plan in plans))
     return plans
 
 
-def flags(folder: Path, steps: int, passes: int, num_ranks: int = 4) -> list[str]:
+def flags(folder: Path, steps: int, num_micro_batches: int, num_ranks: int = 4) -> list[str]:
     """The flags of a run that replays the plans of a folder."""
     return [
         *("--data-path", str(folder / "docs"), "--nsp-batch-tokens", str(BATCH_TOKENS)),
         *("--nsp-policy", f"file:{folder / 'plans.jsonl'}", "--train-iters", str(steps)),
-        *("--global-batch-size", str(num_ranks * passes), "--probe-recompute"),
+        *("--global-batch-size", str(num_ranks * num_micro_batches), "--probe-recompute"),
     ]
 
 

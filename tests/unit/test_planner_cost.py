@@ -29,10 +29,10 @@ from tests.unit.scorer import score_plan
 
 def constants(cost: CostModel) -> dict:
     from megatron_nsp.cli.plan import report  # the JSON a user would hand to the scorer
-    from megatron_nsp.steps.lengths import Batch
+    from megatron_nsp.steps.lengths import DrawnLengths
 
     result = plan_batch([1], cost.tree, cost)
-    return report(result, cost, Batch(np.array([1]), 0, 0))["profile"]
+    return report(result, cost, DrawnLengths(np.array([1]), 0, 0))["profile"]
 
 
 @pytest.mark.parametrize("cost", [cluster(16, 16), workstation(12, (1, 3, 6, 12))])
@@ -55,7 +55,7 @@ def test_several_micro_batches_add_up_and_fillers_pay_the_bias() -> None:
     cost = workstation(4, (1, 2, 4))
     result = plan_batch([4000] * 3, cost.tree, cost, token_budget=2000, num_micro_batches=5)
     expected = score_plan(result.plan.to_dict(), constants(cost))
-    assert result.report.num_passes == 2
+    assert result.report.num_micro_batches_used == 2
     assert result.report.load_us == pytest.approx(expected.load_us, rel=1e-12)
     one = plan_batch([4000] * 3, cost.tree, cost, token_budget=2000, num_micro_batches=2)
     assert result.report.load_us - one.report.load_us == pytest.approx(3 * cost.profile.bias_us)

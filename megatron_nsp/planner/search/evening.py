@@ -18,8 +18,8 @@ import numpy as np
 
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.planner.search.moves import loads_after_moves
-from megatron_nsp.planner.search.placement import PassState, Placement
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import MicroBatchState, Placement
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 FEW_A_RANK = 10
 """Samples a rank up to which a placement is evened out; of more, LPT leaves little to gain."""
@@ -43,16 +43,16 @@ _CLOSE = 5e-5
 _NEVER = np.iinfo(np.int64).max
 
 
-def evened(problem: PassProblem, placement: Placement) -> Placement:
+def evened(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """The placement evened out, if there are few samples a rank."""
     if problem.num_samples > FEW_A_RANK * problem.tree.num_ranks:
         return placement
-    state = PassState.booked(problem, placement.column, placement.index)
+    state = MicroBatchState.booked(problem, placement.column, placement.index)
     even_out(state)
     return state.placement()
 
 
-def even_out(state: PassState) -> None:
+def even_out(state: MicroBatchState) -> None:
     """Exchanges samples while it helps, at most a fixed number of times; changes the state."""
     pause, checked_ns = max(len(state.fwd_ns) // 2, _LEAST_PAUSE), state.load_ns()
     for number in range(1, _ROUNDS_PER_RANK * len(state.fwd_ns) + 1):
@@ -71,12 +71,12 @@ def even_out(state: PassState) -> None:
             return
 
 
-def _excess(state: PassState, fwd_ns: IntArray, bwd_ns: IntArray) -> IntArray:
+def _excess(state: MicroBatchState, fwd_ns: IntArray, bwd_ns: IntArray) -> IntArray:
     """How far loads are over the slowest passes as they are now."""
     return np.maximum(fwd_ns - int(state.fwd_ns.max()), bwd_ns - int(state.bwd_ns.max()))
 
 
-def _swap(state: PassState, rank: int) -> bool:
+def _swap(state: MicroBatchState, rank: int) -> bool:
     """Swaps a sample of the rank's leaf with one of a less busy leaf, or hands it over."""
     problem = state.problem
     at_leaf = (state.column == 0) & (state.index >= 0)
@@ -115,7 +115,7 @@ def _swap(state: PassState, rank: int) -> bool:
     return True
 
 
-def _divide_anew(state: PassState, rank: int) -> bool:
+def _divide_anew(state: MicroBatchState, rank: int) -> bool:
     """Divides samples of the rank's leaf and of a less busy one in the best way of all."""
     problem = state.problem
     calm = np.argsort(_excess(state, state.fwd_ns, state.bwd_ns), kind="stable")
@@ -159,7 +159,7 @@ def _divide_anew(state: PassState, rank: int) -> bool:
     return False
 
 
-def _move(state: PassState, rank: int) -> bool:
+def _move(state: MicroBatchState, rank: int) -> bool:
     """Moves a sample of any node on the rank's path to any other node."""
     problem = state.problem
     on_path = (state.index == rank // problem.degrees[state.column]) & (state.index >= 0)

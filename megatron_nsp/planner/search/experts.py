@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.planner.search.placement import UNPLACED, PassState, Placement, exact_sums
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import UNPLACED, MicroBatchState, Placement, exact_sums
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 from megatron_nsp.planner.search.search import search
 
 _CLOSE = 0.01
@@ -36,7 +36,7 @@ _NUM_ROUNDS, _NUM_TRIED, _NUM_NODES = 8, 6, 2
 """Rounds of relief, samples of the busiest rank tried, and nodes of each degree."""
 
 
-def search_with_experts(problem: PassProblem, placement: Placement) -> Placement:
+def search_with_experts(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """The better of a placement of the search and of one that packs long samples with care."""
     if not problem.shares_experts.any() or not problem.expert_ns.any():
         return placement
@@ -49,7 +49,7 @@ def search_with_experts(problem: PassProblem, placement: Placement) -> Placement
     return min((best, moved), key=lambda each: shared_load_ns(problem, each))
 
 
-def _time_beside_experts_ns(problem: PassProblem) -> IntArray:
+def _time_beside_experts_ns(problem: MicroBatchProblem) -> IntArray:
     """`[n, K+1]` what fills a rank: all work, or work without experts in what they leave of it."""
     own_fwd_ns, own_bwd_ns = problem.own_ns
     even_ns = int(problem.expert_ns.sum()) / problem.tree.num_ranks
@@ -60,7 +60,7 @@ def _time_beside_experts_ns(problem: PassProblem) -> IntArray:
     )
 
 
-def share_experts(problem: PassProblem, placement: Placement) -> Placement:
+def share_experts(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """The placement with leaves dealt out anew inside each group, if that is faster."""
     if not problem.shares_experts.any() or not problem.expert_ns.any():
         return placement
@@ -69,12 +69,12 @@ def share_experts(problem: PassProblem, placement: Placement) -> Placement:
     return min(found, key=lambda each: shared_load_ns(problem, each))
 
 
-def shared_load_ns(problem: PassProblem, placement: Placement) -> int:
+def shared_load_ns(problem: MicroBatchProblem, placement: Placement) -> int:
     """Slowest forward plus slowest backward with the experts shared; node latency left out."""
     return _Loads.of(problem, placement).load_ns()
 
 
-def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
+def _even_groups(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """Leaves handed from the busiest group to the least busy one, until they are equally busy.
 
     A group is busy, in each pass, for the mean of its ranks, or for what one of them cannot pass
@@ -120,9 +120,9 @@ def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
     return Placement(placement.column, index, 0)
 
 
-def _deal(problem: PassProblem, placement: Placement) -> Placement | None:
+def _deal(problem: MicroBatchProblem, placement: Placement) -> Placement | None:
     """Leaves dealt out inside their groups; None if the token budget has no room for some."""
-    state, group = PassState(problem), problem.expert_degree
+    state, group = MicroBatchState(problem), problem.expert_degree
     own_fwd_ns, own_bwd_ns = problem.own_ns
     own = own_fwd_ns + own_bwd_ns
     load = np.zeros(problem.tree.num_ranks, dtype=np.int64)
@@ -162,12 +162,12 @@ class _Loads:
         group_ns: `[2, P / E]` the shared experts' work of each group.
     """
 
-    problem: PassProblem
+    problem: MicroBatchProblem
     own_ns: IntArray
     group_ns: IntArray
 
     @classmethod
-    def of(cls, problem: PassProblem, placement: Placement) -> "_Loads":
+    def of(cls, problem: MicroBatchProblem, placement: Placement) -> "_Loads":
         """The loads of a placement."""
         num_ranks, group = problem.tree.num_ranks, problem.expert_degree
         loads = np.zeros((2, num_ranks), dtype=np.int64)
@@ -208,10 +208,10 @@ class _Loads:
         return int(self.rank_ns().max(axis=1).sum())
 
 
-def relieve(problem: PassProblem, placement: Placement) -> Placement:
+def relieve(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """Moves samples off the busiest rank to nodes of any degree, while it helps."""
     loads, own = _Loads.of(problem, placement), problem.own_ns
-    state = PassState.booked(problem, placement.column, placement.index)
+    state = MicroBatchState.booked(problem, placement.column, placement.index)
     for _ in range(_NUM_ROUNDS):
         before_ns, rank_ns = loads.load_ns(), loads.rank_ns().sum(axis=0)
         rank = int(rank_ns.argmax())

@@ -4,8 +4,8 @@ Everything here counts in whole nanoseconds and tokens: integer sums do not depe
 so plans are the same bits on every machine. Samples are sorted longest first, ties by sample
 number.
 
-The one primitive is `PassState.place_level`: longest processing time first (LPT) over the nodes of
-one degree, each sample to the node that it leaves least loaded.
+The one primitive is `MicroBatchState.place_level`: longest processing time first (LPT) over the
+nodes of one degree, each sample to the node that it leaves least loaded.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 UNPLACED = -1
 
@@ -26,7 +26,7 @@ def exact_sums(places: IntArray, values: IntArray, size: int) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the samples of a `PassProblem` go.
+    """Where the samples of a `MicroBatchProblem` go.
 
     Attributes:
         column: `[n]` column of each sample's degree.
@@ -44,7 +44,7 @@ class Placement:
         return np.flatnonzero(self.index == UNPLACED)
 
 
-class PassState:
+class MicroBatchState:
     """A micro-batch being placed: loads of the ranks, tokens of the nodes.
 
     Attributes:
@@ -55,7 +55,7 @@ class PassState:
         stream_tokens: per column `[P // d]` tokens of each node's stream; 0 where inactive.
     """
 
-    def __init__(self, problem: PassProblem) -> None:
+    def __init__(self, problem: MicroBatchProblem) -> None:
         self.problem = problem
         num_ranks = problem.tree.num_ranks
         self.column = np.zeros(problem.num_samples, dtype=np.int64)
@@ -67,8 +67,10 @@ class PassState:
         ]
 
     @classmethod
-    def booked(cls, problem: PassProblem, column: IntArray, index: IntArray) -> "PassState":
-        """A pass with the first samples booked on nodes, `UNPLACED` ones left out."""
+    def booked(
+        cls, problem: MicroBatchProblem, column: IntArray, index: IntArray
+    ) -> "MicroBatchState":
+        """A micro-batch with the first samples booked on nodes, `UNPLACED` ones left out."""
         state = cls(problem)
         for k in range(len(problem.tree.degrees)):
             samples = np.flatnonzero((column == k) & (index != UNPLACED))
@@ -76,9 +78,9 @@ class PassState:
                 state.add(k, samples, index[samples])
         return state
 
-    def copy(self) -> "PassState":
+    def copy(self) -> "MicroBatchState":
         """An independent copy."""
-        twin = PassState.__new__(PassState)
+        twin = MicroBatchState.__new__(MicroBatchState)
         twin.problem = self.problem
         twin.column, twin.index = self.column.copy(), self.index.copy()
         twin.fwd_ns, twin.bwd_ns = self.fwd_ns.copy(), self.bwd_ns.copy()
