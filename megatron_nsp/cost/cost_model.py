@@ -332,7 +332,7 @@ class CostModel:
     def score(self, plan: Plan) -> PlanScore:
         """The times of a plan, its nodes split as it says."""
         assert plan.tree == self.tree, f"{plan.tree=} {self.tree=}"
-        column = self.tree.num_depths - 1 - plan.depth
+        column = self.tree.column_of_depth(plan.depth)
         latency_us = np.zeros(len(self.tree.degrees))
         times = self._times(plan.lengths, *self._dense_us(plan.lengths), latency_us)
         return times.score(
@@ -343,14 +343,14 @@ class CostModel:
         """Attention of every node of a plan."""
         is_saved = self.is_saved(plan.lengths)
         placed = np.flatnonzero(plan.micro_batch != CARRIED)
-        column = (self.tree.num_depths - 1 - plan.depth)[placed]
+        column = self.tree.column_of_depth(plan.depth[placed])
         node, size = node_numbers(
             self.tree, column, plan.index[placed], plan.micro_batch[placed], plan.num_micro_batches
         )
         found = list(dict.fromkeys([ULYSSES, *plan.splits.values()]))
         which = np.zeros(size, dtype=np.int64)
         for (micro_batch, entry), split in plan.splits.items():
-            at = np.array([self.tree.num_depths - 1 - entry.depth, entry.index, micro_batch])
+            at = np.array([self.tree.column_of_depth(entry.depth), entry.index, micro_batch])
             number, _ = node_numbers(self.tree, at[:1], at[1:2], at[2:], 0)
             which[number] = found.index(split)
         total = NodeTimes(*(np.zeros(size) for _ in range(3)))

@@ -223,9 +223,9 @@ class SampleTimes:
 
 
 def _sums(
-    row: IntArray, column: IntArray, values: FloatArray, num_rows: int, num_columns: int
+    row: IntArray, place: IntArray, values: FloatArray, num_rows: int, num_places: int
 ) -> FloatArray:
-    """`[rows, columns]` sums of the values by place."""
-    flat = np.bincount(row * num_columns + column, weights=values, minlength=num_rows * num_columns)
-    sums: FloatArray = flat.reshape(num_rows, num_columns)
+    """`[rows, places]` sums of the values."""
+    flat = np.bincount(row * num_places + place, weights=values, minlength=num_rows * num_places)
+    sums: FloatArray = flat.reshape(num_rows, num_places)
     return sums

@@ -162,7 +162,7 @@ class _Request:
             token_budget=self.token_budget,
         )
         plans = [plain] if cost.is_ulysses else [with_cheapest_splits(plain, cost)]
-        degrees = np.array(cost.tree.degrees)[cost.tree.num_depths - 1 - plain.depth]
+        degrees = np.array(cost.tree.degrees)[cost.tree.column_of_depth(plain.depth)]
         if plans[0].splits and set(cost.ulysses_degrees).issuperset(degrees.tolist()):
             plans.insert(0, plain)  # what is cheaper for a node may still slow down a micro-batch
         done = [

@@ -2,8 +2,8 @@
 
 Every rank has a compute queue and a communication queue. Steps run in the order of the schedule; a
 collective starts when its last member has reached it and has what it sends, and ends for all
-members at the same time; an exchange between some ranks of a node is taken to be one of all. Ranks
-are columns of arrays, so one step of all ranks is a few array operations.
+members at the same time; an exchange between some ranks of a node is taken to be one of all. Arrays
+have an entry a rank, so one step of all ranks is a few array operations.
 """
 
 from dataclasses import dataclass, field

@@ -151,13 +151,13 @@ def active_paths(
     copy, rank = np.divmod(np.arange(depth.shape[1]), tree.num_ranks)
     degree_at = np.array(tree.degrees[::-1])
     number = first[depth] + rank // degree_at[depth]
-    place, column = np.nonzero(is_active[number])
-    row = _rows(is_active[number], depth)[place, column]
+    place, lane = np.nonzero(is_active[number])  # a lane is one rank of one copy
+    row = _rows(is_active[number], depth)[place, lane]
     shape = int(row.max(initial=-1)) + 1, len(rank)
     node = np.full(shape, -1, dtype=np.int64)
     degree = np.ones(shape, dtype=np.int64)
-    node[row, column] = number[place, column]
-    degree[row, column] = degree_at[depth[place, column]]
+    node[row, lane] = number[place, lane]
+    degree[row, lane] = degree_at[depth[place, lane]]
     node_us = _node_us(plan, micro_batch, cost, number_of)
     return ActivePaths(
         is_active=node >= 0,

@@ -124,7 +124,7 @@ class Assignment:
         return Plan(
             tree=batch.times.tree,
             lengths=batch.lengths[place],
-            depth=(batch.times.tree.num_depths - 1 - self.column)[place],
+            depth=batch.times.tree.depth_of_column(self.column[place]),
             index=self.index[place],
             micro_batch=self.micro_batch[place],
             num_micro_batches=num_micro_batches,
