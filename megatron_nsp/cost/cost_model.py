@@ -34,17 +34,16 @@ from functools import cached_property
 import numpy as np
 
 from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
-from megatron_nsp.config import BACKENDS
+from megatron_nsp.config import BACKENDS, MOST_TOKENS, RECOMPUTE
 from megatron_nsp.cost.node_cost import SplitCost, fitted_share, possible_splits, priced_as
 from megatron_nsp.cost.profile import Profile
 from megatron_nsp.cost.score import NodeTimes, PlanScore, SampleTimes, node_numbers
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.plan import CARRIED, Plan
+from megatron_nsp.plan.saving import SavedSizes
 from megatron_nsp.plan.schedule import Pass
 from megatron_nsp.plan.split import ULYSSES, Split
 from megatron_nsp.plan.tree import SPTree
-
-RECOMPUTE = ("none", "attention", "full")
 
 BWD_DENSE_FACTOR = 2.0
 """Backward flops of a linear layer over forward: gradients of input and weight."""
@@ -59,10 +58,10 @@ class CostModel:
         shape: what the model needs.
         tree: the SP tree; its degrees are the columns of every `[n, K+1]` array, ascending.
         backend: how nodes may be split: one of `config.BACKENDS`.
-        recompute: what a backward pass runs again: 'none', 'attention' (with its exchanges), or
-            'full' layers.
+        recompute: what a backward pass runs again, one of `config.RECOMPUTE`; attention with its
+            exchanges.
         recompute_share: share of the layers that it is; whole layers, the first of a stage.
-        save_tokens: tokens of a rank whose attention output is kept instead.
+        save_tokens: tokens of a rank whose attention output is saved instead.
         overlap: whether the executor streams, so that ring members' transfers hide under compute.
 
     Raises:
@@ -171,7 +170,7 @@ class CostModel:
         Args:
             how: degree and split of the nodes.
             lengths: `[n]` tokens of their samples.
-            is_saved: `[n]` whether a sample's output is kept.
+            is_saved: `[n]` whether a sample's output is saved.
             node: `[n]` the node of each sample; None = every sample is alone in one.
             size: number of nodes.
 
@@ -207,7 +206,7 @@ class CostModel:
         return tokens * (per_token[Pass.FWD] / degrees), tokens * (per_token[Pass.BWD] / degrees)
 
     def is_saved(self, lengths: IntArray) -> BoolArray:
-        """`[n, K+1]` whether a sample's attention output is expected to be kept at a degree.
+        """`[n, K+1]` whether a sample's attention output is expected to be saved at a degree.
 
         The longest samples of the batch that all ranks together have room for, at degrees at which
         one rank has room for its part.
@@ -219,6 +218,16 @@ class CostModel:
         fits = tokens[:, None] <= self.save_tokens * np.array(self.tree.degrees)
         saved: BoolArray = is_long[:, None] & fits
         return saved
+
+    def with_saving(self, budget_bytes: float, sizes: SavedSizes) -> "CostModel":
+        """The cost model that plans for attention outputs of so many bytes saved on each rank.
+
+        Args:
+            budget_bytes: most bytes that a rank may save in a micro-batch; may be infinite.
+            sizes: the sizes of what is saved; of at least one layer.
+        """
+        tokens = min(budget_bytes / sizes.bytes_per_token, MOST_TOKENS)
+        return replace(self, save_tokens=int(tokens))
 
     @property
     def recompute_pass(self) -> Pass:

@@ -12,13 +12,12 @@ from megatron_nsp.arrays import IntArray
 from megatron_nsp.config import NSPConfig, check_ranges, flag
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import Profile, load_profile
-from megatron_nsp.cost.saving import aware_of_saving
 from megatron_nsp.cost.score import PlanScore
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
-from megatron_nsp.mcore.model import kept_by, model_shape, recompute_share, recomputed
+from megatron_nsp.mcore.model import model_shape, recompute_share, recomputed, saved_sizes
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.order import ALL_ROOT_FIRST
@@ -224,7 +223,7 @@ class Job:
         )
         if not self._save_bytes:
             return cost
-        return aware_of_saving(cost, self._save_bytes, kept_by(self.args, self._shape))
+        return cost.with_saving(self._save_bytes, saved_sizes(self.args, self._shape))
 
     @property
     def _save_bytes(self) -> float:
@@ -234,7 +233,7 @@ class Job:
     def _mark_saved(self) -> MarkSaved:
         if not self._save_bytes:
             return _save_nothing
-        output = kept_by(self.args, self._shape)
+        output = saved_sizes(self.args, self._shape)
         return lambda plan: mark_saved(plan, output, self._save_bytes)
 
     def _plan_batch(self) -> PlanBatch:

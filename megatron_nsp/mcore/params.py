@@ -36,9 +36,9 @@ class NestedSeqParams(PackedSeqParams):
         """The parameters of a forward pass of one micro-batch.
 
         A batch that runs once more, because Megatron repeats a step or something failed midway,
-        begins without what layers kept the time before.
+        begins without what layers saved the time before.
         """
-        nested.kept.clear()
+        nested.saved_outputs.clear()
         longest = nested.layout.max_length
         return cls(
             qkv_format="sbhd",

@@ -6,5 +6,5 @@ layout, ring_rows     which tokens a rank holds under a plan, and which keys it 
 static_layout         the same for a loader that knows no plan, and the way over
 schedule, order       the phases of a rank's nodes in issue order
 traffic               what every exchange sends, in closed form
-saving                which samples keep their attention output
+saving                which samples save their attention output
 """

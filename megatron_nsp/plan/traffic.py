@@ -40,7 +40,7 @@ def sent_elements(
         split: how the node divides attention under the layer's mask.
         is_causal: whether the mask is causal.
         window_left: most tokens before itself that a token sees; None = all.
-        num_saved: samples at the head of the stream whose output was kept; counts in backward.
+        num_saved: samples at the head of the stream whose output was saved; counts in backward.
     """
     assert step.phase is not Phase.NATIVE, "what Transformer Engine sends is not predicted"
     own_q = heads.num_heads // part.ulysses_degree

@@ -44,9 +44,10 @@ class NestedBatch:
         micro_batch: which of its micro-batches this is.
         layout: what this rank holds.
         overlap: whether the schedule streams the phases of consecutive nodes.
-        saved_samples: samples whose attention output is kept where a layer is recomputed.
+        saved_samples: samples whose attention output is saved where a layer is recomputed.
         orders: in which order nodes run in each pass; root first for one that is not there.
-        kept: what the layers have kept so far, by layer number; empty when a forward pass begins.
+        saved_outputs: what the layers have saved so far, by layer number; empty when a forward
+            pass begins.
     """
 
     plan: Plan
@@ -55,7 +56,7 @@ class NestedBatch:
     overlap: bool
     saved_samples: SavedSamples = NOTHING_SAVED
     orders: Mapping[Pass, Order] = field(default_factory=dict)
-    kept: dict[int, SavedLayer] = field(default_factory=dict)
+    saved_outputs: dict[int, SavedLayer] = field(default_factory=dict)
     _rounds: dict[tuple[Node, int, bool, int | None], Rounds] = field(default_factory=dict)
     _filled: dict[Node, Filled] = field(default_factory=dict)
     _steps: dict[tuple[Any, ...], tuple[Step, ...]] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class NestedBatch:
 
     @cached_property
     def num_saved(self) -> dict[Node, int]:
-        """Samples at the head of each active node's stream whose output may be kept."""
+        """Samples at the head of each active node's stream whose output is to be saved."""
         return {
             part.node: self.saved_samples.of_node(self.micro_batch, part.node)
             for part in self.layout.slices
@@ -132,9 +133,9 @@ class Layer:
 
     Attributes:
         number: its number on this rank.
-        is_training: whether a backward pass will follow; evaluation keeps nothing.
+        is_training: whether a backward pass will follow; evaluation saves nothing.
         output_stays: whether whoever takes the output of the first pass holds on to it until the
-            layer is recomputed, as an output projection outside the checkpoint does. What is kept
+            layer is recomputed, as an output projection outside the checkpoint does. What is saved
             then refers to it.
     """
 
@@ -152,8 +153,8 @@ class _Call:
     runtime: AttentionRuntime
     layer: Layer | None
     saved: SavedLayer
-    """Of a recomputation: what the first pass kept."""
-    keeps: bool
+    """Of a recomputation: what the first pass saved."""
+    saves: bool
     """Whether this is a first pass that will be recomputed."""
     has_backward: bool
     """Whether backward of this very pass may follow."""
@@ -184,10 +185,10 @@ class _Call:
     def play(self, parts: Sequence[NodeSlice], pass_: Pass, passes: dict[Node, Any]) -> None:
         play(self.batch.steps(parts, pass_, self.mask), passes, self.runtime.queue)
 
-    def keep(self, out_THV: Tensor, passes: dict[Node, NodeForward]) -> None:
-        """Keeps the output of the saved samples for the recomputation of this layer."""
+    def save(self, out_THV: Tensor, passes: dict[Node, NodeForward]) -> None:
+        """Saves the output of the marked samples for the recomputation of this layer."""
         assert self.layer is not None
-        kept: SavedLayer = {}
+        saved: SavedLayer = {}
         for part in self.batch.layout.slices:
             count = self.batch.num_saved[part.node]
             if count == 0:
@@ -197,8 +198,8 @@ class _Call:
             lse_hS = passes[part.node].state.lse_hS
             tokens = part.stream_tokens - (rest.stream_tokens if len(rest.samples) else 0)
             out = out_THV[rows] if self.layer.output_stays else out_THV[rows].clone()
-            kept[part.node] = SavedOutput(count, out, lse_hS[:, :tokens].clone())
-        self.batch.kept[self.layer.number] = kept
+            saved[part.node] = SavedOutput(count, out, lse_hS[:, :tokens].clone())
+        self.batch.saved_outputs[self.layer.number] = saved
 
     def state_tensors(self, part: NodeSlice, state: HeadsState) -> tuple[Tensor | None, ...]:
         """What to save of a node's forward; None for an output that is in the layer's anyway.
@@ -243,8 +244,8 @@ class _NestedAttention(torch.autograd.Function):
             if part.node in call.saved:
                 saved_THV = call.saved[part.node].out_THV
                 out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
-        if call.keeps:
-            call.keep(out_THV, passes)
+        if call.saves:
+            call.save(out_THV, passes)
         own = [part for part in parts if not part.split.is_native]
         states = [call.state_tensors(part, passes[part.node].state) for part in own]
         # Tensors that carry a graph: what it holds is saved by it.
@@ -324,7 +325,7 @@ def nested_attention(
         sink_H: attention sinks, one more score for each query head with a value of zeros. Their
             gradient is this rank's part of a sum over all ranks.
         layer: which layer calls. With it a first pass without gradients, as activation
-            checkpointing makes it, keeps the output of the batch's saved samples, and the pass
+            checkpointing makes it, saves the output of the batch's marked samples, and the pass
             that recomputes the layer takes it from there.
 
     Returns:
@@ -342,9 +343,9 @@ def nested_attention(
     saved: SavedLayer = {}
     is_first = not torch.is_grad_enabled() and layer is not None and layer.is_training
     if layer is not None and not is_first:
-        saved = batch.kept.pop(layer.number, {})
-    keeps = is_first and any(batch.num_saved.values())
-    call = _Call(batch, mask, runtime, layer, saved, keeps, torch.is_grad_enabled())
+        saved = batch.saved_outputs.pop(layer.number, {})
+    saves = is_first and any(batch.num_saved.values())
+    call = _Call(batch, mask, runtime, layer, saved, saves, torch.is_grad_enabled())
     for part in batch.layout.slices:
         if part.split.is_native:
             heads = q_THD.shape[1], k_TKD.shape[1]

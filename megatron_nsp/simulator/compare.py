@@ -12,7 +12,6 @@ import numpy as np
 
 from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cost.cost_model import CostModel
-from megatron_nsp.cost.saving import kept_output
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import mark_saved
 from megatron_nsp.planner import NO_MORE, BatchPolicy, plan_batch
@@ -113,7 +112,7 @@ def simulate_with_marks(plan: Plan, setting: Setting) -> Breakdown:
     """
     iteration = setting.iteration
     if setting.cost.recompute != "none" and setting.save_bytes > 0:
-        saved = mark_saved(plan, kept_output(setting.cost.shape), setting.save_bytes)
+        saved = mark_saved(plan, setting.cost.shape.saved_sizes, setting.save_bytes)
         iteration = replace(iteration, saved=saved)
     return simulate_plan(plan, setting.cost, iteration)
 

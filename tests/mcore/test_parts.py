@@ -257,13 +257,13 @@ def test_rotary_rows_are_megatrons_own_at_each_position() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
 
 
-def test_a_batch_that_runs_once_more_begins_with_nothing_kept() -> None:
+def test_a_batch_that_runs_once_more_begins_with_nothing_saved() -> None:
     plan = Plan.from_nodes(SPTree(1, (1,)), [5], [Node(0, 0)])
     batch = NestedBatch.build(plan, 0)
     rows = torch.zeros(5, 1, 2)
-    batch.kept[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
+    batch.saved_outputs[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
     params = NestedSeqParams.of(batch, SimpleNamespace(), torch.arange(5))
-    assert params.nested is batch and not batch.kept
+    assert params.nested is batch and not batch.saved_outputs
 
 
 @pytest.mark.parametrize("value", [None, "1", "8", "32"])

@@ -76,7 +76,7 @@ def sample_us(length: int, degree: int, profile: dict) -> tuple[float, float]:
     output_us = output / profile["dense_flops_per_s"] * 1e6
     again_us = {
         "none": 0.0,
-        "attention": layers * (fwd_us + attention_exchange_us),
+        "selective": layers * (fwd_us + attention_exchange_us),
         "full": layers * (fwd_us + exchange_us + dense_us) + output_us,
     }[profile["recompute"]] * profile["recompute_share"]
     # Ranks that share experts wait for one another after what is run again, as in forward.

@@ -30,7 +30,7 @@ from tests.unit.scorer import score_plan
 @pytest.mark.parametrize("expert_degree", [2, 4, 8, 16])
 def test_plans_score_as_the_independent_formulas_say(expert_degree: int) -> None:
     cost, rng = moe(16, expert_degree), random.Random(expert_degree)
-    cost = dataclasses.replace(cost, recompute=rng.choice(("none", "attention", "full")))
+    cost = dataclasses.replace(cost, recompute=rng.choice(("none", "selective", "full")))
     constants = report(plan_batch([1], cost.tree, cost), cost, DrawnLengths(np.array([1]), 0, 0))
     for _ in range(20):
         lengths = [int(50_000 ** rng.random()) for _ in range(rng.randint(1, 20))]

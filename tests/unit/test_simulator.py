@@ -10,7 +10,6 @@ import pytest
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.models import known_model
 from megatron_nsp.cost.profile import AttentionRate, load_profile
-from megatron_nsp.cost.saving import aware_of_saving, kept_output
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders, in_order
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import mark_saved
@@ -197,7 +196,7 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
         expert_flops_per_token=cost.shape.dense_flops_per_token / 2,
         expert_bytes_per_token=64.0,
     )
-    recompute = rng.choice(("none", "attention", "full"))
+    recompute = rng.choice(("none", "selective", "full"))
     cost = dataclasses.replace(cost, shape=shape, recompute=recompute)
     lengths = [int(30_000 ** rng.random()) for _ in range(rng.randint(1, 14))]
     plan = random_plan(rng, cost.tree, lengths)
@@ -209,7 +208,7 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
             plan = random_native_nodes(rng, plan)
     settings = IterationSettings(
         overlap=bool(rng.getrandbits(1)),
-        saved=mark_saved(plan, kept_output(shape), rng.choice((0.0, 1e6, 1e12))),
+        saved=mark_saved(plan, shape.saved_sizes, rng.choice((0.0, 1e6, 1e12))),
         gather_us=rng.choice((0.0, 300.0)),
         scatter_us=rng.choice((0.0, 500.0)),
     )
@@ -266,9 +265,9 @@ def test_what_rings_hide_is_the_planner_s_prediction(length: int, split: Split) 
 
 
 def test_saving_more_recomputes_less() -> None:
-    cost = dataclasses.replace(cluster(16, 8), recompute="attention")
+    cost = dataclasses.replace(cluster(16, 8), recompute="selective")
     plan = random_plan(random.Random(4), cost.tree, [9000, 30, 4000, 12000, 700, 5000, 60])
-    output, before = kept_output(cost.shape), float("inf")
+    output, before = cost.shape.saved_sizes, float("inf")
     for tokens in (0.0, 3000.0, 6000.0, float("inf")):
         saved = mark_saved(plan, output, tokens * output.bytes_per_token)
         settings = IterationSettings(saved=saved)
@@ -330,12 +329,12 @@ def test_attention_is_timed_by_its_length() -> None:
 
 
 def test_unknown_recomputation_is_refused() -> None:
-    with pytest.raises(ValueError, match="recompute must be one of none, attention, full, got all"):
+    with pytest.raises(ValueError, match="recompute must be one of none, selective, full, got all"):
         dataclasses.replace(cluster(4, 4), recompute="all")
 
 
 def test_planning_for_saved_outputs_takes_the_longest_that_ranks_have_room_for() -> None:
-    cost = dataclasses.replace(cluster(4, 4), recompute="attention", save_tokens=3000)
+    cost = dataclasses.replace(cluster(4, 4), recompute="selective", save_tokens=3000)
     plain = dataclasses.replace(cost, save_tokens=0)
     lengths = np.array([100, 8000, 3900, 5000])
     spared = plain.sample_times(lengths).bwd_us - cost.sample_times(lengths).bwd_us
@@ -354,8 +353,8 @@ def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
     tree = SPTree.powers_of_two(16, 16)
     cost = CostModel(load_profile("h200-ib"), model.shape(), tree, recompute="full")
     steps = []
-    output = kept_output(cost.shape)
-    for known in (cost, aware_of_saving(cost, 12e9, output)):
+    output = cost.shape.saved_sizes
+    for known in (cost, cost.with_saving(12e9, output)):
         total = 0.0
         for seed in range(3):
             lengths = draw_batch(load_table("wikipedia"), 500_000, 100_000, seed).lengths

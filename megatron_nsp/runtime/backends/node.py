@@ -39,7 +39,7 @@ class HeadsState:
 
 @dataclass(frozen=True, eq=False)
 class SavedOutput:
-    """What was kept of the first samples of a node, so that they are not computed again.
+    """What was saved of the first samples of a node, so that they are not computed again.
 
     Attributes:
         num_samples: how many samples.
@@ -221,7 +221,7 @@ class NodeBackward(_Rounds):
     Args:
         call: the node.
         state: what forward computed of the samples that are not in `saved`; None if all are.
-        saved: what was kept of the first samples.
+        saved: what was saved of the first samples.
         inputs: this rank's q, k and v of the samples in `saved`.
         dout_THV: this rank's gradient of the output.
         grads: where to write.

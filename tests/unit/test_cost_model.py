@@ -179,7 +179,7 @@ def test_rates_between_two_lengths_lie_between_and_plans_score_with_them() -> No
         output_flops_per_token=5e5,
     )
     cost = CostModel(profile, experts, SPTree(4, (1, 2, 4)))
-    for recompute, share in (("attention", 1.0), ("full", 1.0), ("attention", 0.5), ("full", 0.25)):
+    for recompute, share in (("selective", 1.0), ("full", 1.0), ("selective", 0.5), ("full", 0.25)):
         again = dataclasses.replace(cost, recompute=recompute, recompute_share=share)
         plan = random_plan(random.Random(2), cost.tree, [70, 500, 120, 3000])
         expected = score_plan(plan.to_dict(), constants(again))
