@@ -24,15 +24,15 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 
 from megatron_nsp.mcore import megatron_fixes, parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
-from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.cpu.args import check_cpu_args, set_cpu_defaults
+from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
-from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.step_log import ExposedStep
 from megatron_nsp.runtime.attention import AttentionRuntime
@@ -134,7 +134,7 @@ class Trainer:
         job = Job.from_args(args, config_from_args(args))
         megatron_fixes.apply()
         parallel_state.configure(job.tree)
-        resume.check_on_load(args, job)
+        resume.compare_on_load(args, job)
         return cls(args, job)
 
     def datasets(
@@ -283,7 +283,7 @@ def main() -> None:
         refuse(error)
     megatron_fixes.apply()
     parallel_state.install(job.tree)
-    resume.check_on_load(args, job)
+    resume.compare_on_load(args, job)
     trainer = Trainer(args, job)
     config = pretrain_cfg_container_from_args(args, model)
     try:

@@ -111,18 +111,25 @@ def plan_batch(
         ValueError: a policy that is unknown or refuses the batch, or a sample no plan can hold.
     """
     start_s = time.perf_counter()
+    assert cost.tree == tree, f"{cost.tree=} {tree=}"
     tokens = np.array(lengths, dtype=np.int64).reshape(-1)
-    token_budget = balanced_budget(tokens, tree, token_balance, token_budget)
-    names = policy_names(tree, more_policies)
-    _check(tokens, tree, cost, token_budget, num_micro_batches, policy, names)
-    order = np.argsort(-tokens, kind="stable")
-    how = _Request(cost, order, token_budget, num_micro_batches, policy, compares_all)
-    outcome = _plan_within_budget(how, cost.search_times(tokens[order]), more_policies)
+    asked = _Request(
+        tokens=tokens,
+        cost=cost,
+        token_budget=balanced_budget(tokens, tree, token_balance, token_budget),
+        num_micro_batches=num_micro_batches,
+        policy=policy,
+        compares_all=compares_all,
+        more_policies=more_policies,
+    )
+    asked.check()
+    order = asked.order
+    outcome = _plan_within_budget(asked, cost.search_times(tokens[order]))
     best, plan = outcome.best, outcome.best.plan
     bound_us = float("nan")
     if compares_all:
-        kept = tokens[order][plan.micro_batch[order] != CARRIED]
-        bound_us = lower_bound_us(cost.bound_times(kept), token_budget)
+        running = tokens[order][plan.micro_batch[order] != CARRIED]
+        bound_us = lower_bound_us(cost.bound_times(running), asked.token_budget)
     report = PlanReport(
         policy=best.policy,
         load_us=best.score.load_us,
@@ -139,14 +146,47 @@ def plan_batch(
 
 @dataclass(frozen=True, eq=False)
 class _Request:
-    """What is asked of `plan_batch`; `order` are the samples, longest first."""
+    """What is asked of `plan_batch`; the attributes are its arguments, the budget worked out."""
 
+    tokens: IntArray
     cost: CostModel
-    order: IntArray
     token_budget: int | None
     num_micro_batches: int | None
     policy: str
     compares_all: bool
+    more_policies: Mapping[str, BatchPolicy]
+
+    @cached_property
+    def order(self) -> IntArray:
+        """The samples, longest first."""
+        return np.argsort(-self.tokens, kind="stable")
+
+    def check(self) -> None:
+        """Refuses what cannot be planned.
+
+        Raises:
+            ValueError: one line naming the sample or setting and its numbers.
+        """
+        tokens, tree, budget = self.tokens, self.cost.tree, self.token_budget
+        names = policy_names(tree, self.more_policies)
+        if self.policy not in names:
+            raise ValueError(f"no policy {self.policy}, only {', '.join(names)}")
+        if self.num_micro_batches is not None and self.num_micro_batches < 1:
+            raise ValueError(
+                f"the number of micro-batches must be at least 1, got {self.num_micro_batches}"
+            )
+        for sample in np.flatnonzero(tokens < 1)[:1].tolist():
+            raise ValueError(f"sample {sample} has {tokens[sample]} tokens, at least 1 needed")
+        if budget is None:
+            return
+        if budget < 1:
+            raise ValueError(f"the token budget must be at least 1, got {budget}")
+        for sample in np.flatnonzero(tokens > budget * tree.max_degree)[:1].tolist():
+            least = -(-int(tokens[sample]) // tree.max_degree)
+            raise ValueError(
+                f"sample {sample} of {tokens[sample]} tokens needs {least} tokens a rank at the "
+                f"largest degree {tree.max_degree}, over the token budget of {budget}"
+            )
 
     def finished(
         self, policy: str, assignment: Assignment, times: SampleTimes, num_micro_batches: int
@@ -209,37 +249,30 @@ class _Outcome:
         return not over and not carried and self.best.work_us <= _AGAIN_ABOVE * bound_us
 
 
-def _plan_within_budget(
-    how: _Request, searches: list[SampleTimes], more_policies: Mapping[str, BatchPolicy]
-) -> _Outcome:
+def _plan_within_budget(asked: _Request, searches: list[SampleTimes]) -> _Outcome:
     """Plans with ever smaller budgets until the plan, with its nodes split, holds the real one.
 
     Raises:
         ValueError: no policy places the samples, or no budget leaves room enough for chunks.
     """
-    limit, over = how.token_budget, 0
+    limit, over = asked.token_budget, 0
     longest = int(searches[0].lengths.max(initial=0))
     for _ in range(_BUDGETS_TRIED):
         if limit is not None:
             limit -= over
-            if longest > limit * how.cost.tree.max_degree:
+            if longest > limit * asked.cost.tree.max_degree:
                 break
-        outcome = _best_outcome(how, searches, limit, more_policies)
+        outcome = _best_outcome(asked, searches, limit)
         over = outcome.best.plan.over_budget_tokens()
         if not over:
             return outcome
     raise ValueError(
         f"the chunks of ring members put {over} tokens more on a rank than the token budget of "
-        f"{how.token_budget}; the longest sample has {longest} tokens"
+        f"{asked.token_budget}; the longest sample has {longest} tokens"
     )
 
 
-def _best_outcome(
-    how: _Request,
-    searches: list[SampleTimes],
-    limit: int | None,
-    more_policies: Mapping[str, BatchPolicy],
-) -> _Outcome:
+def _best_outcome(asked: _Request, searches: list[SampleTimes], limit: int | None) -> _Outcome:
     """The better plan of those that the times lead to, the first of equal ones.
 
     Times that promise little over a plan there is are not searched.
@@ -248,8 +281,8 @@ def _best_outcome(
     problem: ValueError | None = None
     for times in searches:
         # Other policies mean the degrees of the whole tree: its root, its two ends, ...
-        is_other = times.tree != how.cost.tree
-        if is_other and how.policy not in ("auto", "search"):
+        is_other = times.tree != asked.cost.tree
+        if is_other and asked.policy not in ("auto", "search"):
             continue
         if (
             is_other
@@ -260,7 +293,7 @@ def _best_outcome(
         if any(outcome.is_near(work_bound_us(times, limit)) for outcome in outcomes):
             continue
         try:
-            outcomes.append(_outcome(how, times, limit, more_policies))
+            outcomes.append(_outcome(asked, times, limit))
         except ValueError as error:
             problem = error
     if not outcomes:
@@ -269,25 +302,21 @@ def _best_outcome(
     return min(outcomes, key=lambda outcome: outcome.best.rank)
 
 
-def _outcome(
-    how: _Request,
-    times: SampleTimes,
-    limit: int | None,
-    more_policies: Mapping[str, BatchPolicy],
-) -> _Outcome:
+def _outcome(asked: _Request, times: SampleTimes, limit: int | None) -> _Outcome:
     """What the policies make of a batch with these times."""
     batch, tree = BatchProblem(times, limit), times.tree
-    policies = {**more_policies, **policies_of(tree)}
-    others, chosen = (portfolio_of(tree), "search") if how.policy == "auto" else ({}, how.policy)
-    placed = policies[chosen](batch, how.num_micro_batches or max(len(times.lengths), 1))
-    _check_progress(batch, placed, chosen, policies[chosen], how.order)
-    num_micro_batches = how.num_micro_batches or max(placed.num_micro_batches_used, 1)
-    own = how.finished(chosen, placed, times, num_micro_batches)
+    policies = {**asked.more_policies, **policies_of(tree)}
+    is_auto = asked.policy == "auto"
+    others, chosen = (portfolio_of(tree), "search") if is_auto else ({}, asked.policy)
+    placed = policies[chosen](batch, asked.num_micro_batches or max(len(times.lengths), 1))
+    _check_progress(batch, placed, chosen, policies[chosen], asked.order)
+    num_micro_batches = asked.num_micro_batches or max(placed.num_micro_batches_used, 1)
+    own = asked.finished(chosen, placed, times, num_micro_batches)
     to_beat_us = float("inf")
-    if not how.compares_all:
-        to_beat_us = own.score.load_us - num_micro_batches * how.cost.profile.bias_us
+    if not asked.compares_all:
+        to_beat_us = own.score.load_us - num_micro_batches * asked.cost.profile.bias_us
     rivals = [
-        how.finished(name, assignment, times, num_micro_batches)
+        asked.finished(name, assignment, times, num_micro_batches)
         for name, assignment in _rivals(
             batch, placed.placed, num_micro_batches, others, to_beat_us
         ).items()
@@ -358,36 +387,3 @@ def _check_progress(
                 f"policy {name} never fits sample {order[sample]}, {batch.lengths[sample]} tokens, "
                 f"into the token budget of {batch.token_budget}"
             )
-
-
-def _check(
-    tokens: IntArray,
-    tree: SPTree,
-    cost: CostModel,
-    token_budget: int | None,
-    num_micro_batches: int | None,
-    policy: str,
-    names: tuple[str, ...],
-) -> None:
-    """Refuses what cannot be planned.
-
-    Raises:
-        ValueError: one line naming the sample or setting and its numbers.
-    """
-    assert cost.tree == tree, f"{cost.tree=} {tree=}"
-    if policy not in names:
-        raise ValueError(f"no policy {policy}, only {', '.join(names)}")
-    if num_micro_batches is not None and num_micro_batches < 1:
-        raise ValueError(f"the number of micro-batches must be at least 1, got {num_micro_batches}")
-    for sample in np.flatnonzero(tokens < 1)[:1].tolist():
-        raise ValueError(f"sample {sample} has {tokens[sample]} tokens, at least 1 needed")
-    if token_budget is None:
-        return
-    if token_budget < 1:
-        raise ValueError(f"the token budget must be at least 1, got {token_budget}")
-    for sample in np.flatnonzero(tokens > token_budget * tree.max_degree)[:1].tolist():
-        least = -(-int(tokens[sample]) // tree.max_degree)
-        raise ValueError(
-            f"sample {sample} of {tokens[sample]} tokens needs {least} tokens a rank at the "
-            f"largest degree {tree.max_degree}, over the token budget of {token_budget}"
-        )

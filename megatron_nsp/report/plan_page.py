@@ -15,8 +15,8 @@ from megatron_nsp.plan.schedule import Pass, Phase
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.report import svg
+from megatron_nsp.simulator.active_paths import active_paths
 from megatron_nsp.simulator.attention import Clocks, Event, run_attention
-from megatron_nsp.simulator.network import active_paths
 from megatron_nsp.simulator.order_search import choose_orders, orders_of_trees
 
 _LEFT, _ROW = 70, 24

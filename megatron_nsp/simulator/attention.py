@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.plan.schedule import Pass, Phase, Step
-from megatron_nsp.simulator.network import ActivePaths
+from megatron_nsp.simulator.active_paths import ActivePaths
 
 
 @dataclass(eq=False)

@@ -19,9 +19,9 @@ from megatron_nsp.plan.order import ALL_ROOT_FIRST
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
 from megatron_nsp.plan.schedule import Pass
+from megatron_nsp.simulator.active_paths import ActivePaths, active_paths
 from megatron_nsp.simulator.attention import Clocks, run_attention
 from megatron_nsp.simulator.dense import run_dense
-from megatron_nsp.simulator.network import ActivePaths, active_paths
 from megatron_nsp.simulator.order_search import choose_orders, orders_of_trees
 
 

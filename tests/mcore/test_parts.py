@@ -12,10 +12,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.training import training
 
 from megatron_nsp.mcore import megatron_fixes
-from megatron_nsp.mcore.connections import describe_connections
+from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
-from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.pretrain import Trainer
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
 from megatron_nsp.plan.plan import Plan

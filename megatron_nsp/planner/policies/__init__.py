@@ -28,7 +28,7 @@ from megatron_nsp.planner.policies.flexsp import plan_flexsp, plan_flexsp_10s
 from megatron_nsp.planner.policies.flexsp_milp import solver_modules
 from megatron_nsp.planner.policies.static import place_static
 from megatron_nsp.planner.policies.two_level import place_two_level
-from megatron_nsp.planner.search.evening import evened
+from megatron_nsp.planner.search.even_out import evened
 from megatron_nsp.planner.search.experts import search_with_experts
 from megatron_nsp.planner.search.micro_batches import (
     Assignment,

@@ -10,9 +10,10 @@ What must be even inside a group is therefore everything but the experts. The se
 if a rank did the experts of its own tokens, which makes groups equally busy; here the leaves inside
 each group are dealt out anew, by all other work.
 
-A long sample is mostly attention: it keeps a rank busy for longer than its own tokens' experts say,
-since the rank also does its part of the others'. So a second search packs the long samples by what
-a rank has time for beside an even part of all experts' work; the faster of the two plans is taken.
+Groups are aligned blocks of E ranks, as nodes are; node i of degree d begins at rank i d:
+
+    E = 4     group    0 0 0 0 | 1 1 1 1        node 3 of degree 2 is ranks 6 7,
+              rank     0 1 2 3 | 4 5 6 7        in group 3 * 2 // 4 = 1
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,12 @@ _NUM_ROUNDS, _NUM_TRIED, _NUM_NODES = 8, 6, 2
 
 
 def search_with_experts(problem: MicroBatchProblem, placement: Placement) -> Placement:
-    """The better of a placement of the search and of one that packs long samples with care."""
+    """The better of a placement of the search and of one that packs long samples with care.
+
+    A long sample is mostly attention: it keeps a rank busy for longer than its own tokens' experts
+    say, since the rank also does its part of the others'. So a second search packs the long samples
+    by what a rank has time for beside an even part of all experts' work.
+    """
     if not problem.shares_experts.any() or not problem.expert_ns.any():
         return placement
     careful = search(problem, _time_beside_experts_ns(problem))
@@ -85,6 +91,7 @@ def _even_groups(problem: MicroBatchProblem, placement: Placement) -> Placement:
     own, work = np.array(problem.own_ns)[:, :, 0], problem.expert_ns.T
     is_leaf = (placement.column == 0) & (placement.index != UNPLACED)
     leaves = np.flatnonzero(is_leaf)
+    # What stays: nodes above the leaves. Leaves are handed on, with their own work and experts'.
     fixed = _Loads.of(
         problem, Placement(placement.column, np.where(is_leaf, UNPLACED, placement.index), 0)
     )
@@ -100,6 +107,8 @@ def _even_groups(problem: MicroBatchProblem, placement: Placement) -> Placement:
         longest = np.zeros((2, num_groups), dtype=np.int64)
         for which in range(2):
             np.maximum.at(longest[which], group_of, leaf_own[which])
+        # Two ranks with nodes of 3 and 5 and leaves of 1 and 8 are busy for their mean, 17 / 2: it
+        # is more than the 5 of one rank's nodes and the 8 of the longest leaf.
         pass_busy = (np.maximum(np.maximum(total / group, most), longest) + shared / group) / share
         busy = pass_busy.max(axis=0)
         high, low = int(busy.argmax()), int(busy.argmin())
@@ -110,13 +119,14 @@ def _even_groups(problem: MicroBatchProblem, placement: Placement) -> Placement:
         fits = gained < gap
         if gap < _EVEN * busy[high] or not fits.any():
             break
+        # Handing on g changes the gap to gap - 2 g: best is what comes closest to half of it.
         chosen = own_leaves[np.where(fits, np.abs(2 * gained - gap), np.inf).argmin()]
         for where, sign in ((high, -1), (low, 1)):
             total[:, where] += sign * leaf_own[:, chosen]
             shared[:, where] += sign * work[:, leaves[chosen]]
         group_of[chosen] = low
     index = placement.index.copy()
-    index[leaves] = group_of * group
+    index[leaves] = group_of * group  # any leaf of the group: they are dealt out anew
     return Placement(placement.column, index, 0)
 
 
@@ -135,6 +145,7 @@ def _deal(problem: MicroBatchProblem, placement: Placement) -> Placement | None:
         load += np.repeat(exact_sums(placement.index[samples], own[samples, k], num_nodes), degree)
     at_leaf = np.flatnonzero((placement.column == 0) & (placement.index != UNPLACED))
     group_of = placement.index[at_leaf] // group
+    # Samples by group, longest first in each; groups have no leaf in common, so one after another.
     at_leaf = at_leaf[np.argsort(group_of, kind="stable")]
     counts = np.bincount(group_of, minlength=problem.tree.num_ranks // group)
     leaves = np.concatenate(

@@ -91,7 +91,7 @@ def loads_after_moves(state: MicroBatchState, samples: IntArray) -> Moves:
     fwd_ns: list[IntArray] = []
     bwd_ns: list[IntArray] = []
     for k, degree in enumerate(problem.tree.degrees):
-        shape = (len(samples), -1, degree)
+        shape = (len(samples), -1, degree)  # ranks 0 1 2 3 4 5 at degree 2: (0 1) (2 3) (4 5)
         latency_ns = np.where(opened[k], 0, problem.latency_ns[k])
         for found, left, own in (
             (fwd_ns, left_fwd_ns, problem.fwd_ns),
@@ -110,6 +110,7 @@ def _loads_without(
     problem = state.problem
     column, index = state.column[samples], state.index[samples]
     ranks = np.arange(problem.tree.num_ranks)
+    # Rank 5 lies in node 5 // 2 = 2 of degree 2, and in node 5 // 4 = 1 of degree 4.
     holds = ranks[None, :] // problem.degrees[column][:, None] == index[:, None]
     opened = [np.tile(tokens > 0, (len(samples), 1)) for tokens in state.stream_tokens]
     latency_ns = np.zeros(len(samples), dtype=np.int64)

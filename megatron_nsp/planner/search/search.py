@@ -10,7 +10,7 @@
 4. If the result is far above the bound, a beam over the longest samples (beam.py) makes more
    drafts.
 
-What comes out is then evened out (evening.py), once the micro-batches of a step are settled.
+What comes out is then evened out (even_out.py), once the micro-batches of a step are settled.
 """
 
 from collections.abc import Iterator

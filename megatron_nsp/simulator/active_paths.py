@@ -146,12 +146,13 @@ def active_paths(
         own = number_of[active]
         is_active[own], split_of[own] = True, plan.split_of(active, micro_batch)
         ring_of[own] = split_of[own].ring_degree
+    # [depths, lanes]: a lane is one rank of one copy, and lists its depths as it runs them.
     listed = np.array([whole_order(order, tree.num_depths) for order in orders]).T
     depth = np.repeat(listed, tree.max_degree, axis=1)
     copy, rank = np.divmod(np.arange(depth.shape[1]), tree.num_ranks)
     degree_at = np.array(tree.degrees[::-1])
     number = first[depth] + rank // degree_at[depth]
-    place, lane = np.nonzero(is_active[number])  # a lane is one rank of one copy
+    place, lane = np.nonzero(is_active[number])
     row = _rows(is_active[number], depth)[place, lane]
     shape = int(row.max(initial=-1)) + 1, len(rank)
     node = np.full(shape, -1, dtype=np.int64)

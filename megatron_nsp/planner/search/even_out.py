@@ -8,10 +8,7 @@ A rank's excess is how far it is over the slowest pass; ranks wait for one anoth
 
     excess = max(forward - slowest forward, backward - slowest backward)
 
-Each round takes the rank that sets one of the two and tries, until something helps, to swap a
-sample of its leaf with one of another leaf or to hand one over; to divide some samples of both
-leaves anew, in every possible way; to move a sample to any other node. Of each kind the change with
-the least excess of all ranks that it touches is made, if that is below zero.
+A change is worth the largest excess of the ranks that it touches; the least is made, if below zero.
 """
 
 import numpy as np
@@ -53,7 +50,12 @@ def evened(problem: MicroBatchProblem, placement: Placement) -> Placement:
 
 
 def even_out(state: MicroBatchState) -> None:
-    """Exchanges samples while it helps, at most a fixed number of times; changes the state."""
+    """Exchanges samples while it helps, at most a fixed number of times; changes the state.
+
+    Each round takes the rank that sets the slowest forward or backward and tries, until something
+    helps, to swap a sample of its leaf with one of another leaf or to hand one over; to divide some
+    samples of both leaves anew, in every possible way; to move a sample to any other node.
+    """
     pause, checked_ns = max(len(state.fwd_ns) // 2, _LEAST_PAUSE), state.load_ns()
     for number in range(1, _ROUNDS_PER_RANK * len(state.fwd_ns) + 1):
         mean_ns = float(state.fwd_ns.mean()) + float(state.bwd_ns.mean())
@@ -86,7 +88,8 @@ def _swap(state: MicroBatchState, rank: int) -> bool:
     calm = np.argsort(_excess(state, state.fwd_ns, state.bwd_ns), kind="stable")[:_NUM_PARTNERS]
     calm = calm[(calm != rank) & (state.stream_tokens[0][calm] > 0)]
     others = _spread(np.flatnonzero(at_leaf & np.isin(state.index, calm)), _NUM_OTHER)
-    # The last columns stand for handing over without a sample in return.
+    # One row a sample of the rank, one place a partner: with leaves 4 and 7 calm, holding samples
+    # a b and c, the places are  a b c | nothing of 4, nothing of 7  on leaves  4 4 7 | 4 7.
     partner = np.concatenate([state.index[others], calm])
     fwd_ns = np.concatenate([problem.fwd_ns[others, 0], np.zeros_like(calm)])
     bwd_ns = np.concatenate([problem.bwd_ns[others, 0], np.zeros_like(calm)])
@@ -130,7 +133,8 @@ def _divide_anew(state: MicroBatchState, rank: int) -> bool:
             continue
         samples = np.concatenate([own, theirs])
         is_own = np.arange(len(samples)) < len(own)
-        # Each row says which samples the rank gets; sums of whole numbers below 2^53 are exact.
+        # Row i is i in binary, lowest bit first, and says which samples the rank gets: of three
+        # 000 100 010 110 001 ... Sums of whole numbers below 2^53 are exact.
         ways = (np.arange(2 ** len(samples))[:, None] >> np.arange(len(samples)) & 1).astype(float)
         gained = [
             (ways @ values[samples] - values[own].sum()).astype(np.int64)
@@ -141,7 +145,8 @@ def _divide_anew(state: MicroBatchState, rank: int) -> bool:
             _excess(state, state.fwd_ns[rank] + fwd, state.bwd_ns[rank] + bwd),
             _excess(state, state.fwd_ns[partner] - fwd, state.bwd_ns[partner] - bwd),
         )
-        # No leaf may be left empty: its latency would go.
+        # The first row gives all to the partner, the last to the rank. No leaf may be left empty:
+        # its latency would go.
         excess[[0, -1]] = _NEVER
         if problem.token_budget is not None:
             held = state.rank_tokens()
@@ -176,4 +181,4 @@ def _spread(samples: IntArray, most: int) -> IntArray:
     """At most so many of the samples, spread over all their lengths."""
     if len(samples) <= most:
         return samples
-    return samples[np.arange(most) * len(samples) // most]
+    return samples[np.arange(most) * len(samples) // most]  # 3 of 7: places 0 2 4

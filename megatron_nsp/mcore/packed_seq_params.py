@@ -1,7 +1,8 @@
 """What Megatron carries through the layers of one micro-batch.
 
 Megatron hands `packed_seq_params` unchanged to the rotary embedding and to core attention, in the
-first pass and in a recompute pass alike. Our subclass travels there, so that no module holds state.
+first forward of a layer and in the one that recomputes it. Our subclass travels there, so that no
+module holds state.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import BatchProblem, MicroBatchProblem, plan_batch
 from megatron_nsp.planner.policies.static import place_static
-from megatron_nsp.planner.search.evening import even_out, evened
+from megatron_nsp.planner.search.even_out import even_out, evened
 from megatron_nsp.planner.search.placement import UNPLACED, MicroBatchState
 from megatron_nsp.planner.search.search import search
 from megatron_nsp.steps.lengths import draw_batch, load_table
