@@ -26,8 +26,8 @@ from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.simulator.ablation import FULL, ablate
 from megatron_nsp.simulator.compare import Setting, compare, run_trials
-from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
+from megatron_nsp.simulator.step import StepSettings
 from megatron_nsp.steps.lengths import draw_batch, load_table, table_names
 
 NUM_RANKS, BATCH_TOKENS = 64, 2_000_000
@@ -72,7 +72,7 @@ def setting(model_name: str, max_length: int) -> Setting:
         token_budget=token_budget(model, memory, MEMORY_BYTES) if is_large else None,
         num_micro_batches=None,
         longest=max_length,
-        iteration=IterationSettings(gather_us=gather_us, scatter_us=scatter_us),
+        execution=StepSettings(gather_us=gather_us, scatter_us=scatter_us),
         save_bytes=save_bytes,
     )
 

@@ -23,8 +23,8 @@ from megatron_nsp.simulator.compare import (
     compare,
     run_trials,
 )
-from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
+from megatron_nsp.simulator.step import StepSettings
 from megatron_nsp.steps.lengths import LengthTable, draw_batch, load_lengths
 
 _ALIASES = ("leaves", "root", "dp", "search")
@@ -165,7 +165,7 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
         token_budget=setting.budget(args, cost.profile),
         num_micro_batches=args.micro_batches,
         longest=max(args.max_len or 1, longest),
-        iteration=IterationSettings(
+        execution=StepSettings(
             overlap=not args.no_overlap,
             gather_us=gather_us,
             scatter_us=scatter_us,

@@ -75,7 +75,7 @@ def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArra
     """
     greedy = {GREEDY: as_batch_policy(_place_greedily)}
     nested = [planned(lengths, "auto", setting) for lengths in batches]
-    plain = replace(setting, iteration=replace(setting.iteration, overlap=False))
+    plain = replace(setting, execution=replace(setting.execution, overlap=False))
     routed = [planned(each, GREEDY, setting, more_policies=greedy) for each in batches]
     variants = {
         FULL: (setting, nested),

@@ -17,7 +17,7 @@ from megatron_nsp.plan.schedule import Pass, Phase, Step, build_schedule, commun
 from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.simulator import IterationSettings, simulate_plan
+from megatron_nsp.simulator import StepSettings, simulate_plan
 from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.simulator.sharding import sharding_us
 from megatron_nsp.steps.lengths import draw_batch, load_table
@@ -130,7 +130,7 @@ def run_pass(
         clocks[rank][0] = max([clocks[rank][0], *ends])
 
 
-def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> float:
+def event_loop_us(plan: Plan, cost: CostModel, settings: StepSettings) -> float:
     """The step, with plain numbers and loops."""
     num_ranks, layers = plan.tree.num_ranks, cost.shape.num_layers
     clocks = [[0.0, 0.0] for _ in range(num_ranks)]
@@ -206,7 +206,7 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
         plan = random_splits(rng, plan, shape.num_heads, shape.num_kv_heads)
         if seed % 2:
             plan = random_native_nodes(rng, plan)
-    settings = IterationSettings(
+    settings = StepSettings(
         overlap=bool(rng.getrandbits(1)),
         saved=mark_saved(plan, shape.saved_sizes, rng.choice((0.0, 1e6, 1e12))),
         gather_us=rng.choice((0.0, 300.0)),
@@ -219,7 +219,7 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
 def test_the_parts_of_a_step_add_up_on_every_rank() -> None:
     cost = dataclasses.replace(cluster(16, 8), recompute="full")
     plan = random_plan(random.Random(2), cost.tree, [9000, 30, 4000, 12000, 700, 5000])
-    settings = IterationSettings(gather_us=200.0, scatter_us=300.0)
+    settings = StepSettings(gather_us=200.0, scatter_us=300.0)
     found = simulate_plan(plan, cost, settings)
     parts = ("attention", "dense", "recompute", "exposed", "waited", "sharding", "bias", "idle")
     total = sum(getattr(found, f"{part}_us") for part in parts)
@@ -232,8 +232,8 @@ def test_streaming_is_never_slower_for_one_path_and_hides_communication() -> Non
     cost = dataclasses.replace(cluster(8, 8), tree=tree)
     nodes = [tree.node(8, 0), *(tree.node(1, rank) for rank in range(8))]
     plan = Plan.from_nodes(tree, [64_000] + [8_000] * 8, nodes)
-    serial = simulate_plan(plan, cost, IterationSettings(overlap=False))
-    streamed = simulate_plan(plan, cost, IterationSettings(overlap=True))
+    serial = simulate_plan(plan, cost, StepSettings(overlap=False))
+    streamed = simulate_plan(plan, cost, StepSettings(overlap=True))
     assert streamed.step_us < serial.step_us
     assert streamed.exposed_us.sum() < 0.7 * serial.exposed_us.sum()
 
@@ -260,7 +260,7 @@ def test_what_rings_hide_is_the_planner_s_prediction(length: int, split: Split) 
     plan = Plan.from_nodes(cost.tree, [length, length // 3], [node] * 2, splits={(0, node): split})
     for overlap in (True, False):
         how = dataclasses.replace(cost, overlap=overlap)
-        found = simulate_plan(plan, how, IterationSettings(overlap=overlap))
+        found = simulate_plan(plan, how, StepSettings(overlap=overlap))
         assert found.step_us == pytest.approx(how.score(plan).load_us, rel=1e-9)
 
 
@@ -270,7 +270,7 @@ def test_saving_more_recomputes_less() -> None:
     output, before = cost.shape.saved_sizes, float("inf")
     for tokens in (0.0, 3000.0, 6000.0, float("inf")):
         saved = mark_saved(plan, output, tokens * output.bytes_per_token)
-        settings = IterationSettings(saved=saved)
+        settings = StepSettings(saved=saved)
         redone = float(simulate_plan(plan, cost, settings).recompute_us.sum())
         assert redone < before
         before = redone
@@ -360,6 +360,6 @@ def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
             lengths = draw_batch(load_table("wikipedia"), 500_000, 100_000, seed).lengths
             plan = plan_batch(lengths, tree, known, policy="search").plan
             saved = mark_saved(plan, output, 12e9)
-            total += simulate_plan(plan, cost, IterationSettings(saved=saved)).step_us
+            total += simulate_plan(plan, cost, StepSettings(saved=saved)).step_us
         steps.append(total)
     assert steps[1] < 0.995 * steps[0]
