@@ -350,25 +350,25 @@ def balanced_budget(
 
 def _rivals(
     batch: BatchProblem,
-    kept: IntArray,
+    placed: IntArray,
     max_micro_batches: int,
     others: Mapping[str, Rival],
     to_beat_us: float,
 ) -> dict[str, Assignment]:
-    """What those of the other policies that place all of the kept samples make of them, by name.
+    """What those of the other policies that place all of the placed samples make of them, by name.
 
     A policy that refuses such samples is left out as well, and one that cannot beat `to_beat_us`.
     """
-    kept_batch, rivals = batch.take(kept), {}
+    placed_batch, rivals = batch.take(placed), {}
     for name, policy in others.items():
-        if policy.bound_us(kept_batch) >= to_beat_us:
+        if policy.bound_us(placed_batch) >= to_beat_us:
             continue
         try:
-            assignment = policy(kept_batch, max_micro_batches)
+            assignment = policy(placed_batch, max_micro_batches)
         except ValueError:
             continue
         if assignment.is_complete:
-            rivals[name] = assignment.among(kept, len(batch.lengths))
+            rivals[name] = assignment.among(placed, len(batch.lengths))
     return rivals
 
 
