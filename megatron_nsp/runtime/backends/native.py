@@ -1,7 +1,7 @@
 """A node whose attention Transformer Engine runs itself: its ring or its Ulysses.
 
 TE communicates inside its call, so the node has one step in each pass and nothing to stream. It
-gives no LSE: its output cannot be saved in place of being computed again, and backward goes through
+gives no LSE: its output cannot be kept in place of being computed again, and backward goes through
 the autograd graph of its forward. That graph lives with the call of attention, not with TE's
 module, and goes with its backward.
 """
@@ -22,7 +22,7 @@ def check_native(call: NodeCall, num_heads: int, num_kv_heads: int, num_saved: i
         call: the node.
         num_heads: query heads.
         num_kv_heads: key/value heads.
-        num_saved: samples of the node whose output is to be saved.
+        num_saved: samples of the node whose output is to be kept.
 
     Raises:
         ValueError: the run has no Transformer Engine, or the heads, the mask, sinks or samples to
