@@ -24,7 +24,7 @@ from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.simulator import IterationSettings, simulate_plan
+from megatron_nsp.simulator import StepSettings, simulate_plan
 from megatron_nsp.simulator.sharding import sharding_us
 
 NUM_RANKS, PROFILE = 8, "a100-40gb-4x2"
@@ -41,7 +41,7 @@ def simulate(model_name: str, count: int, length: int, policy: str) -> tuple[flo
     cost = CostModel(profile, shape, SPTree(NUM_RANKS, degrees))
     plan = plan_batch([length] * count, cost.tree, cost, policy=policy).plan
     gather_us, scatter_us = sharding_us(model, profile, NUM_RANKS)
-    settings = IterationSettings(gather_us=gather_us, scatter_us=scatter_us)
+    settings = StepSettings(gather_us=gather_us, scatter_us=scatter_us)
     found = simulate_plan(plan, cost, settings)
     return found.step_us / 1e3, float(np.mean(found.exposed_us + found.waited_us)) / 1e3
 

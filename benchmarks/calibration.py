@@ -34,7 +34,7 @@ from megatron_nsp.cost.cost_model import CostModel  # noqa: E402
 from megatron_nsp.cost.profile import load_profile  # noqa: E402
 from megatron_nsp.plan.plan import Plan  # noqa: E402
 from megatron_nsp.planner import plan_batch  # noqa: E402
-from megatron_nsp.simulator import IterationSettings, simulate_plan  # noqa: E402
+from megatron_nsp.simulator import StepSettings, simulate_plan  # noqa: E402
 from megatron_nsp.steps.lengths import load_lengths  # noqa: E402
 
 NUM_RANKS = 4
@@ -95,7 +95,7 @@ def table(turns: list[Turn], times_ms: list[float], cost: CostModel) -> int:
         ]
         measured[policy] = median(ms for _, ms in own)
         predicted[policy] = median(
-            simulate_plan(turn.plan, cost, IterationSettings()).step_us / 1e3 for turn, _ in own
+            simulate_plan(turn.plan, cost, StepSettings()).step_us / 1e3 for turn, _ in own
         )
     bias_ms = measured[PLANS[0]] - predicted[PLANS[0]]
     print(f"profile {cost.profile.name}; bias fitted to {PLANS[0]}: {bias_ms:,.0f} ms more")

@@ -43,7 +43,7 @@ def worker() -> None:
 
     from megatron_nsp.mcore import pretrain, spec
     from megatron_nsp.mcore.data import MicroBatch
-    from megatron_nsp.mcore.params import NestedSeqParams
+    from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
     from megatron_nsp.runtime.kernels import AttentionState, SampleBounds, VarlenCall
     from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 

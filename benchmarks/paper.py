@@ -23,12 +23,11 @@ from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.memory import MemoryPlan, token_budget
 from megatron_nsp.cost.models import known_model
 from megatron_nsp.cost.profile import load_profile
-from megatron_nsp.cost.saving import aware_of_saving, kept_output
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.simulator.ablation import FULL, ablate
 from megatron_nsp.simulator.compare import Setting, compare, run_trials
-from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
+from megatron_nsp.simulator.step import StepSettings
 from megatron_nsp.steps.lengths import draw_batch, load_table, table_names
 
 NUM_RANKS, BATCH_TOKENS = 64, 2_000_000
@@ -69,11 +68,11 @@ def setting(model_name: str, max_length: int) -> Setting:
     gather_us, scatter_us = sharding_us(model, profile, NUM_RANKS, 1, experts)
     save_bytes = SAVE_BYTES if is_large else 0.0
     return Setting(
-        cost=aware_of_saving(cost, save_bytes, kept_output(cost.shape)),
+        cost=cost.with_saving(save_bytes, cost.shape.saved_sizes),
         token_budget=token_budget(model, memory, MEMORY_BYTES) if is_large else None,
         num_micro_batches=None,
         longest=max_length,
-        iteration=IterationSettings(gather_us=gather_us, scatter_us=scatter_us),
+        execution=StepSettings(gather_us=gather_us, scatter_us=scatter_us),
         save_bytes=save_bytes,
     )
 
@@ -148,7 +147,7 @@ def storage(batches: list, rules: Setting) -> str:
         sum(t.breakdown.recompute_us.sum() for t in run_trials(batches, ["auto"], each))
         for each in (plain, rules)
     ]
-    attention = replace(plain, cost=replace(plain.cost, recompute="attention"))
+    attention = replace(plain, cost=replace(plain.cost, recompute="selective"))
     whole = sum(t.breakdown.recompute_us.sum() for t in run_trials(batches, ["auto"], attention))
     avoided = 100 * (again[0] - again[1]) / whole
     return (

@@ -1,11 +1,11 @@
-"""What keeping attention outputs costs in memory and spares in time, in a real training run.
+"""What saving attention outputs costs in memory and spares in time, in a real training run.
 
     python benchmarks/saving.py [--batches 8] [--ranks 4]
 
 Trains the demo's model on CPU ranks, on documents of up to 2048 tokens, so that a rank holds
-several of them: a document is kept whole or not at all. Every batch runs four times with the same
+several of them: a document is saved whole or not at all. Every batch runs four times with the same
 plan, one step after the other: nothing recomputed, then all layers recomputed with budgets of
-nothing, half of what the fullest rank would keep, and everything. So all four see the same machine.
+nothing, half of what the fullest rank would save, and everything. So all four see the same machine.
 Bytes are counted in the first batch, as whole storages that autograd (seen by saved-tensor hooks,
 parameters left out) and the micro-batch's store hold between forward and backward; times come from
 the batches after it.
@@ -35,7 +35,7 @@ MODEL = (  # noqa: SIM905 - reads as the command line it is
 
 
 def worker() -> None:
-    """One rank of the training run; prints what each mode keeps beside Megatron's log."""
+    """One rank of the training run; prints what each mode holds beside Megatron's log."""
     from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode()
@@ -47,7 +47,7 @@ def worker() -> None:
 
     from megatron_nsp.mcore import pretrain
     from megatron_nsp.mcore.data import MicroBatch
-    from megatron_nsp.mcore.model import kept_by, model_shape
+    from megatron_nsp.mcore.model import model_shape, saved_sizes
     from megatron_nsp.plan.saving import NOTHING_SAVED, mark_saved
 
     def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
@@ -66,11 +66,11 @@ def worker() -> None:
                 self.drawn = next(data_iterator)
             self.number += 1
             assert self.drawn is not None
-            plan, output = self.drawn.nested.plan, kept_by(self.args, model_shape(self.args, 4))
+            plan, output = self.drawn.nested.plan, saved_sizes(self.args, model_shape(self.args, 4))
             everything = mark_saved(plan, output, float("inf"))
             half = mark_saved(plan, output, everything.rank_bytes / 2)
             saved = (NOTHING_SAVED, NOTHING_SAVED, half, everything)[mode]
-            nested = dataclasses.replace(self.drawn.nested, saved_samples=saved, kept={})
+            nested = dataclasses.replace(self.drawn.nested, saved_samples=saved, saved_outputs={})
             batch = dataclasses.replace(self.drawn, nested=nested)
             config = get_attr_wrapped_model(model, "config")
             config.recompute_granularity = "full" if mode else None
@@ -87,14 +87,14 @@ def worker() -> None:
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = super().forward_step(iter([batch]), model)
-            layers = batch.nested.kept.values()
+            layers = batch.nested.saved_outputs.values()
             outputs = [output for layer in layers for output in layer.values()]
             store = storages([x for each in outputs for x in (each.out_THV, each.lse_hS)])
             weights = storages([parameter.data for parameter in model.parameters()])
             everything = storages(held) | store
             total = sum(size for place, size in everything.items() if place not in weights)
             rank = torch.distributed.get_rank()
-            print(f"kept rank {rank} mode {mode} {total} {sum(store.values())}", flush=True)
+            print(f"held rank {rank} mode {mode} {total} {sum(store.values())}", flush=True)
             return result
 
     pretrain.Trainer = CyclingTrainer
@@ -128,11 +128,11 @@ def main() -> int:
     times_ms = [float(line.split(mark)[1].split()[0]) for line in lines if mark in line]
     if done.returncode or len(times_ms) != steps:
         raise SystemExit(f"run failed:\n{done.stdout[-4000:]}")
-    kept = [line.split("kept rank ")[1].split() for line in lines if "kept rank " in line]
-    print(f"{'':<20} {'kept, fullest rank':>20} {'of it outputs, LSE':>20} {'step':>12}")
+    held = [line.split("held rank ")[1].split() for line in lines if "held rank " in line]
+    print(f"{'':<20} {'held, fullest rank':>20} {'of it outputs, LSE':>20} {'step':>12}")
     for mode, name in enumerate(MODES):
         total, store = (
-            max(int(words[place]) for words in kept if words[2] == str(mode)) for place in (3, 4)
+            max(int(words[place]) for words in held if words[2] == str(mode)) for place in (3, 4)
         )
         step_ms = median(times_ms[len(MODES) + mode :: len(MODES)])
         print(f"{name:<20} {total / 1e6:>17.3f} MB {store / 1e6:>17.3f} MB {step_ms:>9.1f} ms")

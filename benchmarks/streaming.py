@@ -33,7 +33,7 @@ from megatron_nsp.cost.models import Model  # noqa: E402
 from megatron_nsp.cost.profile import load_profile  # noqa: E402
 from megatron_nsp.plan.plan import Plan  # noqa: E402
 from megatron_nsp.plan.tree import SPTree  # noqa: E402
-from megatron_nsp.simulator import IterationSettings, simulate_plan  # noqa: E402
+from megatron_nsp.simulator import StepSettings, simulate_plan  # noqa: E402
 from megatron_nsp.steps.sampler import BatchSampler  # noqa: E402
 
 TREE = SPTree(4, (1, 2, 4))
@@ -123,7 +123,7 @@ def compare(steps: list[list[Part]], plan: Plan, cost: CostModel) -> int:
             for what in Part.__dataclass_fields__
         }
         found[name] = row
-        simulated = simulate_plan(plan, cost, IterationSettings(overlap=place == 0))
+        simulated = simulate_plan(plan, cost, StepSettings(overlap=place == 0))
         errors.append(simulated.step_us / 1e3 / row["wall"] - 1)
         print(
             f"{name:<10} {row['wall']:>9,.0f} {row['exposed']:>9,.0f} {row['waited']:>8,.0f} "

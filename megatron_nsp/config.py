@@ -10,6 +10,9 @@ from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.split import possible_splits
 from megatron_nsp.plan.tree import SPTree
 
+RECOMPUTE = ("none", "selective", "full")
+"""What a backward pass runs again, in Megatron's words: nothing, core attention, whole layers."""
+
 OVER_LONG_POLICIES = ("filter", "error")
 DEFAULT_DEGREE = 64
 """Where the default chain of degrees ends if heads do not end it: rings get long."""
@@ -55,8 +58,8 @@ class NSPConfig:
     activation memory; without it no limit."""
 
     save_budget_gb: float = 0.0
-    """Most gigabytes (1e9 bytes) of attention outputs that a rank keeps, for each micro-batch in
-    flight, instead of computing them again where layers are recomputed; 0 keeps none, inf all."""
+    """Most gigabytes (1e9 bytes) of attention outputs that a rank saves, for each micro-batch in
+    flight, instead of recomputing them where layers are recomputed; 0 saves none, inf all."""
 
     profile: str | None = None
     """Cost profile of the planner: the name of a built-in one or the path of a JSON file; without

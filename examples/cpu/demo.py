@@ -23,8 +23,7 @@ from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.models import Model
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.steps.lengths import Batch as LengthBatch
-from megatron_nsp.steps.lengths import load_lengths
+from megatron_nsp.steps.lengths import DrawnLengths, load_lengths
 from megatron_nsp.steps.sampler import Batch, BatchSampler
 
 NUM_RANKS = 4
@@ -83,7 +82,7 @@ def draw_batches(lengths: IntArray, num_batches: int) -> list[Batch]:
 def show_plan(batch: Batch, cost: CostModel) -> None:
     """Prints the plan of a batch."""
     result = plan_batch(batch.lengths, cost.tree, cost)
-    shown = LengthBatch(batch.lengths, batch.num_empty, len(batch.over_long))
+    shown = DrawnLengths(batch.lengths, batch.num_empty, len(batch.over_long))
     print(render(result, cost, shown))
 
 

@@ -13,7 +13,7 @@ from megatron_nsp.cost.cost_model import BWD_DENSE_FACTOR, CostModel
 from megatron_nsp.cost.node_cost import BWD_ATTENTION_FACTOR
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.planner import PlanResult, plan_batch
-from megatron_nsp.steps.lengths import Batch, draw_batch, load_lengths
+from megatron_nsp.steps.lengths import DrawnLengths, draw_batch, load_lengths
 
 _BAR_WIDTH = 40
 _MOST_NODE_ROWS = 40
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(
-    batch: Batch, cost: CostModel, token_budget: int | None, token_balance: float | None
+    batch: DrawnLengths, cost: CostModel, token_budget: int | None, token_balance: float | None
 ) -> PlanResult:
     """Plans with as many micro-batches as the budget needs."""
     try:
@@ -66,7 +66,7 @@ def _plan(
         raise ValueError(message) from error
 
 
-def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
+def report(result: PlanResult, cost: CostModel, batch: DrawnLengths) -> dict[str, Any]:
     """Everything about a plan as JSON values; `profile` holds every constant of the cost model."""
     plan, facts = result.plan, result.report
     tokens = [plan.token_load(m) for m in range(plan.num_micro_batches)]
@@ -102,7 +102,7 @@ def report(result: PlanResult, cost: CostModel, batch: Batch) -> dict[str, Any]:
     }
 
 
-def render(result: PlanResult, cost: CostModel, batch: Batch) -> str:
+def render(result: PlanResult, cost: CostModel, batch: DrawnLengths) -> str:
     """The plan as text for a person: batch, nodes, ranks, and how good it is."""
     plan, facts = result.plan, result.report
     kind = "estimate" if cost.profile.is_estimate else "measured"

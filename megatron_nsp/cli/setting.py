@@ -2,9 +2,9 @@
 
 import argparse
 
-from megatron_nsp.config import NSPConfig, Range, build_tree
+from megatron_nsp.config import RECOMPUTE, NSPConfig, Range, build_tree
 from megatron_nsp.cost.cost_model import CostModel
-from megatron_nsp.cost.memory import RECOMPUTE_POLICIES, MemoryPlan, token_budget
+from megatron_nsp.cost.memory import MemoryPlan, token_budget
 from megatron_nsp.cost.models import MODELS, Model, known_model
 from megatron_nsp.cost.profile import Profile, built_in_profiles, load_profile
 from megatron_nsp.cost.shape import ModelShape
@@ -15,8 +15,6 @@ from megatron_nsp.steps.lengths import table_names
 _SIZES = {"heads": 32, "kv_heads": 4, "head_dim": 128, "hidden": 2048, "layers": 48}
 """Sizes of the model without --model."""
 
-_RECOMPUTED = {"none": "none", "selective": "attention", "full": "full"}
-"""How the cost model calls what Megatron's flags call selective."""
 
 _PARALLEL = ("tp", "pp", "ep")
 _TOKENS = ("batch_tokens", "max_len", "token_budget")
@@ -95,11 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         default="none",
-        choices=RECOMPUTE_POLICIES,
+        choices=RECOMPUTE,
         help="what backward runs again: nothing, core attention, or whole layers (%(default)s)",
     )
     memory.add_argument(
-        "--offload-optimizer", action="store_true", help="optimizer state is kept by the host"
+        "--offload-optimizer", action="store_true", help="optimizer state is held by the host"
     )
 
 
@@ -117,7 +115,7 @@ def cost_model(args: argparse.Namespace) -> CostModel:
             f"--backend must be auto or ulysses with --profile {profile.name}, which holds the "
             f"times of one model with Ulysses, got {args.backend}"
         )
-    return CostModel(profile, shape, tree, args.backend, _RECOMPUTED[args.recompute])
+    return CostModel(profile, shape, tree, args.backend, args.recompute)
 
 
 def budget(args: argparse.Namespace, profile: Profile) -> int | None:

@@ -14,9 +14,8 @@ from megatron_nsp.cli import setting
 from megatron_nsp.config import check_ranges
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.models import known_model
-from megatron_nsp.cost.saving import aware_of_saving, kept_output
 from megatron_nsp.planner import policy_names
-from megatron_nsp.simulator.ablation import FULL, ablate, kept_whole
+from megatron_nsp.simulator.ablation import FULL, ablate, not_ablated
 from megatron_nsp.simulator.compare import (
     Comparison,
     Setting,
@@ -24,8 +23,8 @@ from megatron_nsp.simulator.compare import (
     compare,
     run_trials,
 )
-from megatron_nsp.simulator.iteration import IterationSettings
 from megatron_nsp.simulator.sharding import sharding_us
+from megatron_nsp.simulator.step import StepSettings
 from megatron_nsp.steps.lengths import LengthTable, draw_batch, load_lengths
 
 _ALIASES = ("leaves", "root", "dp", "search")
@@ -49,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for a minute or more a batch (%(default)s)",
     )
     parser.add_argument(
-        "--micro-batches", type=int, help="passes of a step; without it as many as are needed"
+        "--micro-batches", type=int, help="micro-batches of a step; without it as many as needed"
     )
     parser.add_argument("--no-overlap", action="store_true", help="finish a node before the next")
     parser.add_argument(
         "--save-gb",
         type=float,
         default=0.0,
-        help="attention outputs kept instead of recomputed, 10^9 bytes a rank (%(default)s)",
+        help="attention outputs saved instead of recomputed, 10^9 bytes a rank (%(default)s)",
     )
     parser.add_argument(
         "--no-sharding", action="store_true", help="parameters of a --model are not sharded"
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = report(comparison, cost, batches, rules)
         data["ablation"] = {name: step_us.tolist() for name, step_us in ablation.items()}
-        data["not_ablated"] = kept_whole(cost) if args.ablation else {}
+        data["not_ablated"] = not_ablated(cost) if args.ablation else {}
         print(json.dumps(data))
     else:
         print(render(comparison, cost, batches, rules))
@@ -114,7 +113,7 @@ def ablation_rows(ablation: dict[str, FloatArray], cost: CostModel) -> list[str]
         rows.append(
             f"{name if name != FULL else '-':<20} {step_us.mean() / 1e3:>10,.1f} {slower:>14.1f}"
         )
-    rows += [f"{name:<20} cannot be taken away: {why}" for name, why in kept_whole(cost).items()]
+    rows += [f"{name:<20} cannot be taken away: {why}" for name, why in not_ablated(cost).items()]
     return rows
 
 
@@ -162,11 +161,11 @@ def _setting(args: argparse.Namespace, cost: CostModel, batches: list[IntArray])
     longest = max((int(lengths.max(initial=1)) for lengths in batches), default=1)
     save_bytes = args.save_gb * 1e9
     return Setting(
-        cost=aware_of_saving(cost, save_bytes, kept_output(cost.shape)),
+        cost=cost.with_saving(save_bytes, cost.shape.saved_sizes),
         token_budget=setting.budget(args, cost.profile),
         num_micro_batches=args.micro_batches,
         longest=max(args.max_len or 1, longest),
-        iteration=IterationSettings(
+        execution=StepSettings(
             overlap=not args.no_overlap,
             gather_us=gather_us,
             scatter_us=scatter_us,

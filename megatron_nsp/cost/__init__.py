@@ -4,5 +4,5 @@ profile, models, shape    a machine, models by name, and a layer's numbers
 node_cost                 attention of one node, for every way of splitting it
 cost_model                times of a sample at every degree, and of a whole plan
 score, bounds             the time of a step, and what no plan can be faster than
-memory, saving            tokens that fit a rank, and attention outputs that are saved
+memory                    tokens that fit a rank
 """

@@ -34,6 +34,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
+from megatron_nsp.config import MOST_TOKENS, RECOMPUTE
 from megatron_nsp.cost.node_cost import SplitCost, fitted_share
 from megatron_nsp.cost.profile import Profile
 from megatron_nsp.cost.score import NodeTimes, PlanScore, SampleTimes, node_numbers
@@ -41,10 +42,9 @@ from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.backends import NodeHeads, backend_choices
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import CARRIED, Plan
+from megatron_nsp.plan.saving import SavedSizes
 from megatron_nsp.plan.split import ULYSSES, Split, possible_splits
 from megatron_nsp.plan.tree import SPTree
-
-RECOMPUTE = ("none", "attention", "full")
 
 BWD_DENSE_FACTOR = 2.0
 """Backward flops of a linear layer over forward: gradients of input and weight."""
@@ -59,10 +59,10 @@ class CostModel:
         shape: what the model needs.
         tree: the SP tree; its degrees are the columns of every `[n, K+1]` array, ascending.
         backend: how nodes may be split: one of `backend_choices()`.
-        recompute: what a backward pass runs again: 'none', 'attention' (with its exchanges), or
-            'full' layers.
+        recompute: what a backward pass runs again, one of `config.RECOMPUTE`; attention with its
+            exchanges.
         recompute_share: share of the layers that it is; whole layers, the first of a stage.
-        save_tokens: tokens of a rank whose attention output is kept instead.
+        save_tokens: tokens of a rank whose attention output is saved instead.
         overlap: whether the executor streams, so that ring members' transfers hide under compute.
 
     Raises:
@@ -183,7 +183,7 @@ class CostModel:
         Args:
             how: degree and split of the nodes.
             lengths: `[n]` tokens of their samples.
-            is_saved: `[n]` whether a sample's output is kept.
+            is_saved: `[n]` whether a sample's output is saved.
             node: `[n]` the node of each sample; None = every sample is alone in one.
             size: number of nodes.
 
@@ -219,7 +219,7 @@ class CostModel:
         return tokens * (per_token[Pass.FWD] / degrees), tokens * (per_token[Pass.BWD] / degrees)
 
     def is_saved(self, lengths: IntArray) -> BoolArray:
-        """`[n, K+1]` whether a sample's attention output is expected to be kept at a degree.
+        """`[n, K+1]` whether a sample's attention output is expected to be saved at a degree.
 
         The longest samples of the batch that all ranks together have room for, at degrees at which
         one rank has room for its part.
@@ -231,6 +231,16 @@ class CostModel:
         fits = tokens[:, None] <= self.save_tokens * np.array(self.tree.degrees)
         saved: BoolArray = is_long[:, None] & fits
         return saved
+
+    def with_saving(self, budget_bytes: float, sizes: SavedSizes) -> "CostModel":
+        """The cost model that plans for attention outputs of so many bytes saved on each rank.
+
+        Args:
+            budget_bytes: most bytes that a rank may save in a micro-batch; may be infinite.
+            sizes: the sizes of what is saved; of at least one layer.
+        """
+        tokens = min(budget_bytes / sizes.bytes_per_token, MOST_TOKENS)
+        return replace(self, save_tokens=int(tokens))
 
     @property
     def recompute_pass(self) -> Pass:
@@ -344,7 +354,7 @@ class CostModel:
     def score(self, plan: Plan) -> PlanScore:
         """The times of a plan, its nodes split as it says."""
         assert plan.tree == self.tree, f"{plan.tree=} {self.tree=}"
-        column = self.tree.num_depths - 1 - plan.depth
+        column = self.tree.column_of_depth(plan.depth)
         latency_us = np.zeros(len(self.tree.degrees))
         times = self._times(plan.lengths, *self._dense_us(plan.lengths), latency_us)
         return times.score(
@@ -355,14 +365,14 @@ class CostModel:
         """Attention of every node of a plan."""
         is_saved = self.is_saved(plan.lengths)
         placed = np.flatnonzero(plan.micro_batch != CARRIED)
-        column = (self.tree.num_depths - 1 - plan.depth)[placed]
+        column = self.tree.column_of_depth(plan.depth[placed])
         node, size = node_numbers(
             self.tree, column, plan.index[placed], plan.micro_batch[placed], plan.num_micro_batches
         )
         found = list(dict.fromkeys([ULYSSES, *plan.splits.values()]))
         which = np.zeros(size, dtype=np.int64)
         for (micro_batch, entry), split in plan.splits.items():
-            at = np.array([self.tree.num_depths - 1 - entry.depth, entry.index, micro_batch])
+            at = np.array([self.tree.column_of_depth(entry.depth), entry.index, micro_batch])
             number, _ = node_numbers(self.tree, at[:1], at[1:2], at[2:], 0)
             which[number] = found.index(split)
         total = NodeTimes(*(np.zeros(size) for _ in range(3)))

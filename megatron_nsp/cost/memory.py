@@ -9,10 +9,8 @@ Sharding, offload and recompute policy are stated; nothing here looks at a machi
 
 from dataclasses import dataclass
 
+from megatron_nsp.config import RECOMPUTE
 from megatron_nsp.cost.models import Model, check_parallel
-
-RECOMPUTE_POLICIES = ("none", "selective", "full")
-"""Nothing, core attention, or whole layers."""
 
 WEIGHT_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Of one parameter: bf16 weight, fp32 gradient; fp32 master weight and two Adam moments."""
@@ -23,17 +21,17 @@ _LOGIT_BYTES = 2 + 4 + 4
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a job spreads and keeps its memory.
+    """How a job spreads and holds its memory.
 
     Attributes:
         num_ranks: ranks of the data-parallel domain.
         tensor_parallel: tensor-parallel size.
-        pipeline_parallel: pipeline-parallel size; a first stage keeps as many micro-batches.
+        pipeline_parallel: pipeline-parallel size; a first stage holds as many micro-batches.
         expert_parallel: expert-parallel size.
         shards_weights: whether weights and gradients are sharded over the domain (FSDP).
         shards_optimizer: whether optimizer state is (FSDP or the distributed optimizer).
-        offloads_optimizer: whether optimizer state is kept by the host.
-        recompute: one of RECOMPUTE_POLICIES.
+        offloads_optimizer: whether optimizer state is held by the host.
+        recompute: one of `config.RECOMPUTE`.
         reserve_bytes: for the allocator, communicators and kernels' workspace.
     """
 
@@ -53,9 +51,9 @@ class MemoryPlan:
         Raises:
             ValueError: names the policies.
         """
-        if self.recompute not in RECOMPUTE_POLICIES:
+        if self.recompute not in RECOMPUTE:
             raise ValueError(
-                f"recompute must be one of {', '.join(RECOMPUTE_POLICIES)}, got {self.recompute}"
+                f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute}"
             )
 
 
@@ -82,15 +80,15 @@ def state_bytes(model: Model, plan: MemoryPlan) -> float:
     return total
 
 
-def layer_activation_bytes(model: Model, tensor_parallel: int, keeps_attention: bool) -> float:
-    """Bytes that a layer keeps for one token without recomputation, in bf16; the mean of layers."""
+def layer_activation_bytes(model: Model, tensor_parallel: int, holds_attention: bool) -> float:
+    """Bytes that a layer holds for one token without recomputation, in bf16; the mean of layers."""
     output = model.num_heads * model.value_width
     keys_and_values = model.num_kv_heads * (model.head_dim + model.value_width)
     norms = 2 * 2 * model.hidden  # inputs of both norms
     projections = 2 * 2 * model.hidden  # what q, k, v and the MLP read
     attention = 2 * (model.num_heads * model.head_dim + keys_and_values + output)
     attention += 4 * model.num_heads  # LSE
-    if not keeps_attention:
+    if not holds_attention:
         attention = 2 * output  # what the output projection reads
     # Outputs of the first matrices, and what the last one reads.
     mlp = 2.0 * model.active_width * model.num_matrices
@@ -102,20 +100,20 @@ def layer_activation_bytes(model: Model, tensor_parallel: int, keeps_attention: 
 def activation_bytes(model: Model, plan: MemoryPlan) -> float:
     """Bytes of activations on one rank for each token it holds in a micro-batch.
 
-    `none` keeps every layer whole; `selective` recomputes core attention; `full` keeps each layer's
+    `none` holds every layer whole; `selective` recomputes core attention; `full` holds each layer's
     input, and one layer whole while it is recomputed. Logits are there once, at the end.
     """
     tp, stages = plan.tensor_parallel, plan.pipeline_parallel
     layers = model.num_layers // stages
-    whole = layer_activation_bytes(model, tp, keeps_attention=True)
-    kept = {
+    whole = layer_activation_bytes(model, tp, holds_attention=True)
+    held = {
         "none": layers * whole,
-        "selective": layers * layer_activation_bytes(model, tp, keeps_attention=False) + whole,
+        "selective": layers * layer_activation_bytes(model, tp, holds_attention=False) + whole,
         "full": layers * 2.0 * model.hidden + whole,
     }[plan.recompute]
     # A first stage holds one micro-batch for each stage that is still under way.
     logits = _LOGIT_BYTES * model.vocab_size / tp
-    return kept * stages + logits
+    return held * stages + logits
 
 
 def token_budget(model: Model, plan: MemoryPlan, memory_bytes: float) -> int:

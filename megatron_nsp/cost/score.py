@@ -25,7 +25,7 @@ class PlanScore:
         fwd_us: `[M, P]` work of the forward pass, node latency left out.
         bwd_us: `[M, P]` work of the backward pass, node latency left out.
         latency_us: `[M, P]` latency of the rank's active nodes in one pass; the same in both.
-        bias_us: time of a micro-batch beyond its work; filler passes pay it too.
+        bias_us: time of a micro-batch beyond its work; filler ones pay it too.
     """
 
     fwd_us: FloatArray
@@ -162,7 +162,7 @@ class SampleTimes:
             column: `[n]` column of each sample's degree.
             index: `[n]` index of its node among those of the degree.
             micro_batch: `[n]` its micro-batch; `CARRIED` samples cost nothing.
-            num_micro_batches: passes of the step, M.
+            num_micro_batches: micro-batches of the step, M.
             more: what the nodes cost beside their samples.
         """
         nodes_of = self.tree.num_ranks // np.array(self.tree.degrees)
@@ -223,9 +223,9 @@ class SampleTimes:
 
 
 def _sums(
-    row: IntArray, column: IntArray, values: FloatArray, num_rows: int, num_columns: int
+    row: IntArray, place: IntArray, values: FloatArray, num_rows: int, num_places: int
 ) -> FloatArray:
-    """`[rows, columns]` sums of the values by place."""
-    flat = np.bincount(row * num_columns + column, weights=values, minlength=num_rows * num_columns)
-    sums: FloatArray = flat.reshape(num_rows, num_columns)
+    """`[rows, places]` sums of the values."""
+    flat = np.bincount(row * num_places + place, weights=values, minlength=num_rows * num_places)
+    sums: FloatArray = flat.reshape(num_rows, num_places)
     return sums

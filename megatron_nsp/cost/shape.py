@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_nsp.arrays import FloatArray
+from megatron_nsp.plan.saving import SavedSizes
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,16 @@ class ModelShape:
                 f"{self.num_heads} query heads do not divide over {self.num_kv_heads} key/value "
                 "heads"
             )
+
+    @property
+    def saved_sizes(self) -> SavedSizes:
+        """What all layers save of a token: its output and its LSE."""
+        return SavedSizes(
+            num_heads=self.num_heads,
+            row_bytes=self.num_heads * self.value_dim * self.bytes_per_element,
+            lse_bytes=8 if self.bytes_per_element == 8 else 4,
+            num_layers=self.num_layers,
+        )
 
     def square_tokens(self, tokens: FloatArray) -> FloatArray:
         """Twice the pairs of tokens that see each other in a sample, on average over the layers.

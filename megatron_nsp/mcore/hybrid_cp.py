@@ -3,19 +3,19 @@
 `BalancedCPScheduler` of Megatron-Core gives every sample the least power of two of ranks that
 holds it, packs samples into sets of ranks, enlarges sets until no rank is idle, and closes a group
 when the ranks are about equally busy. Ranks run the samples of a group without waiting for one
-another; between two groups there is a barrier. So a group becomes a pass of ours, and a set of
-ranks a node:
+another; between two groups there is a barrier. So a group becomes a micro-batch of ours, and
+a set of ranks a node:
 
-    scheduler   group 0   {0} {1 2} {3 4 5 6} {7}            sets need not be aligned
-    plan        pass 0    {3 4 5 6} -> 4:0    {1 2} -> 2:2    {0} -> 1:6    {7} -> 1:7
+    scheduler   group 0         {0} {1 2} {3 4 5 6} {7}            sets need not be aligned
+    plan        micro-batch 0   {3 4 5 6} -> 4:0    {1 2} -> 2:2    {0} -> 1:6    {7} -> 1:7
 
 Sets are laid side by side from rank 0 on, the largest first, so each begins at a multiple of its
 size: an aligned node, and no two share a rank. A set larger than the tree's largest degree keeps
 only so many of its ranks.
 
-Megatron runs the samples of a set one after the other, each in memory by itself. In a pass of ours
-they are there together, so what exceeds the token budget goes to another pass of the same sets.
-Passes beyond the fixed number are carried to the next step.
+Megatron runs the samples of a set one after the other, each in memory by itself. In a
+micro-batch of ours they are there together, so what exceeds the token budget goes to another one of
+the same sets. What does not fit the fixed number of them is carried to the next step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPSchedul
 
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.planner import Assignment, Batch, BatchPolicy, PassState, Placement
+from megatron_nsp.planner import Assignment, BatchPolicy, BatchProblem, MicroBatchState, Placement
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class RankSet:
     samples: tuple[int, ...]
 
 
-def plan_hybrid_cp(batch: Batch, max_passes: int) -> Assignment:
-    """The scheduler's groups as passes.
+def plan_hybrid_cp(batch: BatchProblem, max_micro_batches: int) -> Assignment:
+    """The scheduler's groups as micro-batches.
 
     Raises:
         ValueError: the tree is not of powers of two, or the scheduler gives up.
@@ -64,17 +64,17 @@ def plan_hybrid_cp(batch: Batch, max_passes: int) -> Assignment:
             f"policy megatron-hybrid-cp needs degrees that are powers of two, got "
             f"{list(tree.degrees)}"
         )
-    passes: list[tuple[IntArray, Placement]] = []
+    placements: list[tuple[IntArray, Placement]] = []
     for group in scheduled_groups(batch):
-        passes += _passes_of(batch, nodes_of(tree, group))
-    return Assignment.of_passes(num_samples, passes[:max_passes])
+        placements += _placements_of(batch, nodes_of(tree, group))
+    return Assignment.of_placements(num_samples, placements[:max_micro_batches])
 
 
 MEGATRON_POLICIES: Mapping[str, BatchPolicy] = {"megatron-hybrid-cp": plan_hybrid_cp}
 """Policies that need Megatron."""
 
 
-def scheduled_groups(batch: Batch) -> list[list[RankSet]]:
+def scheduled_groups(batch: BatchProblem) -> list[list[RankSet]]:
     """What Megatron's scheduler makes of a batch: its groups, in order, as sets of ranks.
 
     Without a token budget a rank may hold the longest sample.
@@ -108,7 +108,7 @@ def _rank_sets(samples_of_rank: list[list[int]]) -> list[RankSet]:
 
 @dataclass(frozen=True)
 class PlacedSet:
-    """A node of the tree in a pass, and its samples.
+    """A node of the tree in a micro-batch, and its samples.
 
     Attributes:
         column: column of the node's degree.
@@ -133,8 +133,10 @@ def nodes_of(tree: SPTree, group: list[RankSet]) -> list[PlacedSet]:
     return nodes
 
 
-def _passes_of(batch: Batch, nodes: list[PlacedSet]) -> Iterator[tuple[IntArray, Placement]]:
-    """The passes of one group: samples of a node share one as far as the token budget lets them."""
+def _placements_of(
+    batch: BatchProblem, nodes: list[PlacedSet]
+) -> Iterator[tuple[IntArray, Placement]]:
+    """The micro-batches of a group: samples of a node share one as far as the budget lets them."""
     shares: list[list[tuple[PlacedSet, list[int]]]] = []
     for node in nodes:
         for number, samples in enumerate(_portions(batch, node)):
@@ -143,14 +145,14 @@ def _passes_of(batch: Batch, nodes: list[PlacedSet]) -> Iterator[tuple[IntArray,
             shares[number].append((node, samples))
     for share in shares:
         members = np.sort(np.concatenate([samples for _, samples in share]))
-        state = PassState(batch.take(members).problem)
+        state = MicroBatchState(batch.take(members).in_one_micro_batch)
         for node, samples in share:
             places = np.searchsorted(members, np.sort(samples))
             state.add(node.column, places, np.full(len(places), node.index))
         yield members, state.placement()
 
 
-def _portions(batch: Batch, node: PlacedSet) -> Iterator[list[int]]:
+def _portions(batch: BatchProblem, node: PlacedSet) -> Iterator[list[int]]:
     """The node's samples in their order, cut where the next would exceed the token budget."""
     degree = batch.times.tree.degrees[node.column]
     portion: list[int] = []

@@ -183,7 +183,7 @@ def recomputed(args: argparse.Namespace) -> str:
     """What a backward pass runs again, as the cost model calls it."""
     if recomputed_layers(args) == 0:
         return "none"
-    return "full" if args.recompute_granularity == "full" else "attention"
+    return "full" if args.recompute_granularity == "full" else "selective"
 
 
 def recompute_share(args: argparse.Namespace) -> float:

@@ -9,12 +9,11 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron.training.models.gpt import default_layer_spec
 
 from megatron_nsp.cost.models import Model
-from megatron_nsp.cost.saving import kept_output
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore.layers import LayerCounts, layer_windows, recomputed_layers
 from megatron_nsp.mcore.rope import use_positions
 from megatron_nsp.mcore.spec import exchange_core_attention, nested_spec, output_stays
-from megatron_nsp.plan.saving import KeptOutput
+from megatron_nsp.plan.saving import SavedSizes
 
 
 def model_config(args: argparse.Namespace) -> Any:
@@ -91,10 +90,10 @@ def latent_projections(args: argparse.Namespace) -> int:
     return int(parameters + heads * args.v_head_dim * hidden)
 
 
-def kept_by(args: argparse.Namespace, shape: ModelShape) -> KeptOutput:
-    """What a rank keeps of the attention output of saved tokens.
+def saved_sizes(args: argparse.Namespace, shape: ModelShape) -> SavedSizes:
+    """The sizes of what a rank saves of a token's attention output.
 
-    Where attention alone is recomputed, the output projection keeps the output anyway.
+    Where attention alone is recomputed, the output projection holds the output anyway.
 
     Args:
         args: validated Megatron arguments.
@@ -103,8 +102,8 @@ def kept_by(args: argparse.Namespace, shape: ModelShape) -> KeptOutput:
     num_layers = recomputed_layers(args)
     if args.hybrid_layer_pattern is not None:  # not all of its layers have attention
         num_layers = min(num_layers, shape.num_layers)
-    output = replace(kept_output(shape), num_layers=num_layers)
-    return replace(output, row_bytes=0) if output_stays(args) else output
+    sizes = replace(shape.saved_sizes, num_layers=num_layers)
+    return replace(sizes, row_bytes=0) if output_stays(args) else sizes
 
 
 def model_shape(args: argparse.Namespace, bytes_per_element: int) -> ModelShape:

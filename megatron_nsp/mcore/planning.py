@@ -1,4 +1,4 @@
-"""How the steps of a job are planned: at which cost, by which policy, and what plans keep."""
+"""How the steps of a job are planned: at which cost, by which policy, and what plans save."""
 
 import os
 from dataclasses import dataclass
@@ -8,17 +8,16 @@ import torch
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.config import NSPConfig
 from megatron_nsp.cost.cost_model import CostModel
-from megatron_nsp.cost.saving import aware_of_saving
 from megatron_nsp.cost.score import PlanScore
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.layers import recompute_share, recomputed
-from megatron_nsp.mcore.model import kept_by, model_shape
+from megatron_nsp.mcore.model import model_shape, saved_sizes
 from megatron_nsp.mcore.policy import replayed_path
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.saving import NOTHING_SAVED, KeptOutput, SavedSamples, mark_saved
+from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples, SavedSizes, mark_saved
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.steps.replay import PlanReplay
@@ -33,19 +32,19 @@ class JobPlanning:
     Attributes:
         job: the job.
         cost: its cost model.
-        kept: what a rank keeps of the attention output of saved tokens.
+        sizes: the sizes of what a rank saves of a token.
     """
 
     job: Job
     cost: CostModel
-    kept: KeptOutput
+    sizes: SavedSizes
 
     @classmethod
     def of(cls, job: Job) -> "JobPlanning":
         """Works out what the job's model costs."""
         args, config = job.args, job.config
         shape = model_shape(args, torch.empty(0, dtype=args.params_dtype).element_size())
-        kept = kept_by(args, shape)
+        sizes = saved_sizes(args, shape)
         cost = CostModel(
             job.profile,
             shape,
@@ -56,8 +55,8 @@ class JobPlanning:
             overlap=config.overlap,
         )
         if config.save_budget_gb:
-            cost = aware_of_saving(cost, _save_bytes(config), kept)
-        return cls(job, cost, kept)
+            cost = cost.with_saving(_save_bytes(config), sizes)
+        return cls(job, cost, sizes)
 
     def train_planner(self, first_step: int) -> StepPlanner:
         """The planner of the training steps from `first_step` on."""
@@ -76,7 +75,7 @@ class JobPlanning:
         )
 
     def valid_planner(self) -> StepPlanner:
-        """The planner of the evaluation steps, which are never replayed and keep nothing."""
+        """The planner of the evaluation steps, which are never replayed and save nothing."""
         documents = self.job.documents.valid
         assert documents is not None, "no --valid-data-path was opened"
         return StepPlanner(
@@ -95,7 +94,7 @@ class JobPlanning:
     def _mark_saved(self, plan: Plan) -> SavedSamples:
         if not self.job.config.save_budget_gb:
             return NOTHING_SAVED
-        return mark_saved(plan, self.kept, _save_bytes(self.job.config))
+        return mark_saved(plan, self.sizes, _save_bytes(self.job.config))
 
     def _order_nodes(self, plan: Plan) -> NodeOrders:
         return choose_orders(plan, self.cost) if self.job.config.overlap else ALL_ROOT_FIRST

@@ -25,8 +25,8 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 
 from megatron_nsp.mcore import parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
-from megatron_nsp.mcore.connections import describe_connections
 from megatron_nsp.mcore.cpu.args import set_cpu_defaults
+from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.fixes import at_start
@@ -34,7 +34,7 @@ from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
-from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.step_log import ExposedStep
@@ -133,7 +133,7 @@ class Trainer:
         job = Job.from_args(args, config_from_args(args))
         at_start.apply()
         parallel_state.configure(job.tree)
-        resume.check_on_load(args, job)
+        resume.compare_on_load(args, job)
         return cls(args, job)
 
     def datasets(
@@ -286,7 +286,7 @@ def main() -> None:
         refuse(error)
     at_start.apply()
     parallel_state.install(job.tree)
-    resume.check_on_load(args, job)
+    resume.compare_on_load(args, job)
     trainer = Trainer(args, job)
     config = pretrain_cfg_container_from_args(args, model)
     try:

@@ -62,7 +62,7 @@ def _plan_settings(job: Job) -> dict[str, Any]:
     } | {f"a model whose {name} is": value for name, value in asdict(shape).items()}
 
 
-def check_on_load(args: argparse.Namespace, job: Job) -> None:
+def compare_on_load(args: argparse.Namespace, job: Job) -> None:
     """Makes checkpoints carry the settings, and loading compare them.
 
     Megatron saves its arguments and checks a few of them where it loads to resume (not with

@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
-from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 
 
 class NestedRotaryEmbedding(nn.Module):

@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 from torch import Tensor
 
-from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.runtime.attention import Layer, nested_attention
 from megatron_nsp.runtime.kernels import AttentionMask
 

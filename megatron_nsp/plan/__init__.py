@@ -9,5 +9,5 @@ static_layout         the same for a loader that knows no plan, and the way over
 phases, schedule      what a rank's nodes do in a pass, in issue order
 order                 which node goes first
 traffic               what every exchange sends, in closed form
-saving                which samples keep their attention output
+saving                which samples save their attention output
 """

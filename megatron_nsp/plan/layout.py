@@ -220,7 +220,7 @@ def rank_layout(plan: Plan, rank: int, micro_batch: int = 0, row_multiple: int =
     Args:
         plan: the plan.
         rank: rank in the domain.
-        micro_batch: pass of the step.
+        micro_batch: micro-batch of the step.
         row_multiple: the buffer is filled to a multiple of this many rows, and to at least one:
             what tensor-parallel sequence parallelism or FP8 needs.
     """

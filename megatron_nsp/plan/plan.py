@@ -42,7 +42,7 @@ class Plan:
         index: `[n]` index of each sample's node within its depth.
         micro_batch: `[n]` the micro-batch each sample runs in; `CARRIED` (-1) for a sample left for
             the next step.
-        num_micro_batches: passes of the step; passes without samples are filler passes.
+        num_micro_batches: micro-batches of the step; those without samples are filler ones.
         token_budget: most tokens a rank may hold in one micro-batch; None = no limit.
         splits: how nodes divide attention among their ranks.
     """
@@ -67,7 +67,7 @@ class Plan:
             object.__setattr__(self, name, _frozen(getattr(self, name)))
         if len(self.depth) == len(self.index) == len(self.micro_batch):
             is_carried = self.micro_batch == CARRIED
-            leaf = self.tree.num_depths - 1
+            leaf = self.tree.depth_of(1)
             object.__setattr__(self, "depth", _frozen(np.where(is_carried, leaf, self.depth)))
             object.__setattr__(self, "index", _frozen(np.where(is_carried, 0, self.index)))
 
@@ -314,7 +314,7 @@ class Plan:
             for entry in data["nodes"]
             for sample, length in zip(entry["samples"], entry["lengths"], strict=True)
         ]
-        leaf = Node(tree.num_depths - 1, 0)
+        leaf = tree.node(1, 0)
         rows += [(entry["sample"], entry["length"], leaf, CARRIED) for entry in data["carried"]]
         rows.sort()
         if [row[0] for row in rows] != list(range(len(rows))):

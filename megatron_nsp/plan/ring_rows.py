@@ -60,7 +60,11 @@ class BlockRows(NamedTuple):
 
 
 def _runs(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Concatenation of the ranges [start, start + length)."""
+    """Concatenation of the ranges [start, start + length).
+
+    Starts 5 0 9 and lengths 2 3 1 give 5 6 | 0 1 2 | 9: counted through that is 0 1 | 2 3 4 | 5, to
+    which each range adds its start less the place where it begins, 5 | -2 | 4.
+    """
     offsets = np.cumsum(lengths) - lengths
     return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
 
@@ -154,6 +158,8 @@ def seen_keys(dealing: Dealing, user: int, source: int, mask: KeyMask) -> IntArr
     starts, lengths = [], []
     for chunk, first_row in ((source, row), (last - source, row + dealing.heads[source])):
         from_ = chunks[chunk + 1]
+        # What is seen of a chunk is a run up to its end, from where the first query that sees any
+        # of it begins to see: all of it without a window, if there are such queries at all.
         for place in (user, last - user):
             if place > chunk:
                 seen_from = 0 if mask.window_left is None else chunks[place] - mask.window_left
@@ -186,6 +192,8 @@ def gathered_rows(dealing: Dealing) -> IntArray:
         tail = 2 * dealing.num_members - 1 - member
         ends = np.stack([chunks[[member, tail]], chunks[[member + 1, tail + 1]]])  # [2, 2, n]
         starts, stops = ends.transpose(0, 2, 1).reshape(2, -1)  # head and tail of each sample
+        # With 2 members and samples of 8 and 4 tokens, the second one's being 8 to 11, member 0 has
+        # 0 1 | 6 7 and 8 | 11 in rows 0 to 5, member 1 has 2 3 | 4 5 and 9 | 10 in rows 6 to 11.
         tokens = _runs(starts, stops - starts)
         rows[tokens] = np.arange(start, start + len(tokens))
         start += len(tokens)
@@ -196,6 +204,8 @@ def filled_rows(dealing: Dealing, member: int) -> IntArray:
     """`[own tokens]` row of each of a member's tokens where all chunks are filled up."""
     chunks = chunk_rows(dealing.lengths, dealing.num_members)
     starts = 2 * (np.cumsum(chunks) - chunks)
+    # Members' samples of 7 and 3 tokens in chunks of 2 and 1 rows: halves begin at 0 2 | 4 5, and
+    # member 0, with 1 and 2 tokens of the one and 0 and 1 of the other, has rows 0 | 2 3 and 5.
     halves = np.stack([starts, starts + chunks], axis=1)
     tokens = np.stack([dealing.heads[member], dealing.tails[member]], axis=1)
     return _runs(halves.reshape(-1), tokens.reshape(-1))

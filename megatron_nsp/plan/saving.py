@@ -1,13 +1,13 @@
-"""Which samples keep their attention output instead of computing it again (NSP paper, 4.2.2).
+"""Which samples save their attention output, and which recompute it (NSP paper, 4.2.2).
 
 Saving costs the ranks of a node bytes and spares them the node's attention and exchanges where a
-layer is recomputed. Marks go root to leaf and, in a node, by sample, longest first: attention of
+layer is recomputed. Samples are marked root to leaf and, in a node, longest first: attention of
 long samples costs most for each byte. A stream is in that order, so what is saved is its head. All
 ranks of a node must save the same samples, but they hold unequal parts of them: the cut is where
 the first of them has no more room. Marks follow from the plan and the budget alone, so every rank
 works out those of all ranks.
 
-What a rank of a node keeps of the saved samples, in each layer that is recomputed:
+What a rank of a node saves of these samples, in each layer that is recomputed:
 
     output   its own tokens of them, all H heads of V elements
     LSE      its H/u heads, all their tokens in the stream of its ring member
@@ -32,7 +32,7 @@ class SavedSamples:
 
     Attributes:
         num_saved: samples by micro-batch and node; none for a node that is not there.
-        rank_bytes: most bytes that any rank keeps in a micro-batch.
+        rank_bytes: most bytes that any rank saves in a micro-batch.
     """
 
     num_saved: Mapping[tuple[int, Node], int] = field(default_factory=dict)
@@ -58,12 +58,12 @@ NOTHING_SAVED = SavedSamples()
 
 
 @dataclass(frozen=True)
-class KeptOutput:
-    """The sizes of what is kept of a saved token.
+class SavedSizes:
+    """The sizes of what is saved of a token.
 
     Attributes:
         num_heads: query heads of a rank (H).
-        row_bytes: the output of one token, all heads; 0 where the next module keeps it anyway.
+        row_bytes: the output of one token, all heads; 0 where the next module holds it anyway.
         lse_bytes: the LSE of one token on one head.
         num_layers: layers of a rank that are recomputed.
     """
@@ -75,11 +75,11 @@ class KeptOutput:
 
     @property
     def bytes_per_token(self) -> int:
-        """What each rank of a node keeps, on average, for each of its own tokens."""
+        """What each rank of a node saves, on average, for each of its own tokens."""
         return self.num_layers * (self.row_bytes + self.num_heads * self.lse_bytes)
 
     def of_first_samples(self, lengths: IntArray, degree: int, split: Split) -> IntArray:
-        """`[degree, n + 1]` bytes that each rank of a node keeps of its first 0..n samples.
+        """`[degree, n + 1]` bytes that each rank of a node saves of its first 0..n samples.
 
         Args:
             lengths: `[n]` tokens of the node's samples, in stream order.
@@ -92,17 +92,17 @@ class KeptOutput:
         rows = np.clip(ends, bounds[:, :-1], bounds[:, 1:]) - bounds[:, :-1]  # [R, u, n + 1]
         own_heads = self.num_heads // (degree // split.num_members)
         layer_bytes = rows * self.row_bytes + ends * (own_heads * self.lse_bytes)
-        kept: IntArray = self.num_layers * layer_bytes.reshape(degree, -1)
-        return kept
+        saved: IntArray = self.num_layers * layer_bytes.reshape(degree, -1)
+        return saved
 
 
-def mark_saved(plan: Plan, output: KeptOutput, budget_bytes: float) -> SavedSamples:
+def mark_saved(plan: Plan, sizes: SavedSizes, budget_bytes: float) -> SavedSamples:
     """Marks the samples to save.
 
     Args:
         plan: the plan.
-        output: the sizes of what is kept.
-        budget_bytes: most bytes that a rank may keep in a micro-batch; may be infinite.
+        sizes: the sizes of what is saved.
+        budget_bytes: most bytes that a rank may save in a micro-batch; may be infinite.
     """
     num_saved, most = {}, 0
     for micro_batch in range(plan.num_micro_batches):
@@ -112,8 +112,8 @@ def mark_saved(plan: Plan, output: KeptOutput, budget_bytes: float) -> SavedSamp
                 continue
             ranks = plan.tree.ranks(node)
             own = held[ranks.start : ranks.stop, None]
-            total = own + _of_node(plan, micro_batch, node, output)
-            # Sample by sample more is kept, so the counts with room everywhere are the first ones.
+            total = own + _of_node(plan, micro_batch, node, sizes)
+            # Sample by sample more is saved, so the counts with room everywhere are the first ones.
             count = int((total <= budget_bytes).all(axis=0).sum()) - 1
             held[ranks.start : ranks.stop] = total[:, count]
             if count:
@@ -122,31 +122,31 @@ def mark_saved(plan: Plan, output: KeptOutput, budget_bytes: float) -> SavedSamp
     return SavedSamples(num_saved, most)
 
 
-def kept_bytes(
-    plan: Plan, saved: SavedSamples, output: KeptOutput, micro_batch: int = 0
+def saved_bytes(
+    plan: Plan, saved: SavedSamples, sizes: SavedSizes, micro_batch: int = 0
 ) -> IntArray:
-    """`[num_ranks]` bytes that each rank keeps of the saved samples of a micro-batch."""
+    """`[num_ranks]` bytes that each rank saves of the marked samples of a micro-batch."""
     held = np.zeros(plan.tree.num_ranks, dtype=np.int64)
     for node in plan.active_nodes(micro_batch):
         count = saved.of_node(micro_batch, node)
-        held[plan.tree.ranks(node)] += _of_node(plan, micro_batch, node, output)[:, count]
+        held[plan.tree.ranks(node)] += _of_node(plan, micro_batch, node, sizes)[:, count]
     return held
 
 
-def _of_node(plan: Plan, micro_batch: int, node: Node, output: KeptOutput) -> IntArray:
+def _of_node(plan: Plan, micro_batch: int, node: Node, sizes: SavedSizes) -> IntArray:
     lengths = plan.lengths[plan.samples_of(node, micro_batch)]
     split = plan.split_of(node, micro_batch)
-    return output.of_first_samples(lengths, plan.tree.degree(node), split)
+    return sizes.of_first_samples(lengths, plan.tree.degree(node), split)
 
 
 def unrecomputed_bytes(
     part: NodeSlice, heads: HeadShape, element_bytes: int, lse_bytes: int
 ) -> int:
-    """Bytes that a layer without recomputation keeps of a node until backward.
+    """Bytes that a layer without recomputation holds of a node until backward.
 
     The queries, keys and values that this rank's heads attend with, their output and its LSE. Where
     tokens are not exchanged for heads (u = 1) the output is that of the layer, which the next
-    module keeps anyway: it is not counted.
+    module holds anyway: it is not counted.
 
     Args:
         part: the rank's slice of the node.

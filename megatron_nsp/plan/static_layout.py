@@ -58,7 +58,7 @@ def static_layout(plan: Plan, rank: int, degree: int, micro_batch: int = 0) -> R
         plan: the plan.
         rank: rank in the domain.
         degree: ranks of a static group.
-        micro_batch: pass of the step.
+        micro_batch: micro-batch of the step.
 
     Raises:
         ValueError: the degree does not divide the ranks.
@@ -151,7 +151,7 @@ class ReshardMap:
 
         Args:
             plan: the plan.
-            micro_batch: pass of the step.
+            micro_batch: micro-batch of the step.
             rank: rank in the domain.
             static_degree: ranks of a static group.
             row_multiple: as in `layout.rank_layout`.

@@ -32,7 +32,7 @@ def sent_elements(
         part: the rank's slice of the node, of the samples that the pass runs.
         heads: the layer's heads.
         mask: the layer's mask; a causal one by default.
-        num_saved: samples at the head of the stream whose output was kept; counts in backward.
+        num_saved: samples at the head of the stream whose output was saved; counts in backward.
     """
     mask = mask or KeyMask()
     own_q = heads.num_heads // part.member_ranks

@@ -2,17 +2,23 @@
 
 The domain has P ranks, numbered 0..P-1. A chain of degrees 1 = d_0 | d_1 | ... | d_K, each dividing
 the next, defines the nodes: a node of degree d is an aligned block of d consecutive ranks. When d_K
-is smaller than P the tree is a forest of P / d_K trees. Depth counts from the root: a node at depth
-0 has degree d_K, a leaf has depth K and degree 1.
+is smaller than P the tree is a forest of P / d_K trees.
 
-    P = 8, degrees (1, 2, 4):      depth 0   [0 1 2 3]     [4 5 6 7]
-                                   depth 1   [0 1] [2 3]   [4 5] [6 7]
-                                   depth 2   0  1  2  3    4  5  6  7
+Plans name a degree by its depth, which counts from the root; arrays of what samples cost have one
+column a degree, in the order of the chain, so that columns count from the leaves:
+
+    P = 8, degrees (1, 2, 4):      depth 0   column 2   [0 1 2 3]     [4 5 6 7]
+                                   depth 1   column 1   [0 1] [2 3]   [4 5] [6 7]
+                                   depth 2   column 0   0  1  2  3    4  5  6  7
+
+`SPTree.column_of_depth` and `SPTree.depth_of_column` turn one into the other.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from megatron_nsp.arrays import IntArray
 
 
 class Node(NamedTuple):
@@ -86,7 +92,15 @@ class SPTree:
 
     def degree_at(self, depth: int) -> int:
         """Degree of the nodes at `depth`."""
-        return self.degrees[len(self.degrees) - 1 - depth]
+        return self.degrees[self.column_of_depth(depth)]
+
+    def column_of_depth[Depth: (int, IntArray)](self, depth: Depth) -> Depth:
+        """Columns of the degrees at these depths; column k is `degrees[k]`."""
+        return self.num_depths - 1 - depth
+
+    def depth_of_column[Column: (int, IntArray)](self, column: Column) -> Column:
+        """Depths of the degrees of these columns."""
+        return self.num_depths - 1 - column
 
     def depth_of(self, degree: int) -> int:
         """Depth of the nodes of `degree`.
@@ -96,7 +110,7 @@ class SPTree:
         """
         if degree not in self.degrees:
             raise ValueError(f"degree {degree} is not in the chain {list(self.degrees)}")
-        return len(self.degrees) - 1 - self.degrees.index(degree)
+        return self.depth_of_column(self.degrees.index(degree))
 
     def node(self, degree: int, index: int) -> Node:
         """The `index`-th node of `degree`.

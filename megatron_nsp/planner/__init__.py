@@ -13,9 +13,9 @@ from megatron_nsp.planner.portfolio import (
     plan_batch,
     policy_names,
 )
-from megatron_nsp.planner.search.micro_batches import Assignment, Batch, by_passes
-from megatron_nsp.planner.search.placement import PassState, Placement
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.micro_batches import Assignment, BatchProblem, as_batch_policy
+from megatron_nsp.planner.search.placement import MicroBatchState, Placement
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 __all__ = [  # noqa: RUF022 - two groups, see above
     "NO_MORE",
@@ -27,11 +27,11 @@ __all__ = [  # noqa: RUF022 - two groups, see above
     #
     "Algorithm1",
     "Assignment",
-    "Batch",
+    "BatchProblem",
     "BatchPolicy",
-    "PassProblem",
-    "PassState",
+    "MicroBatchProblem",
+    "MicroBatchState",
     "Placement",
-    "by_passes",
+    "as_batch_policy",
     "place_algorithm_1",
 ]

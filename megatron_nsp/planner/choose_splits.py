@@ -43,7 +43,7 @@ def with_cheapest_splits(plan: Plan, cost: CostModel) -> Plan:
 def _ranked_splits(plan: Plan, cost: CostModel) -> NodeSplits:
     tree, is_saved = plan.tree, cost.is_saved(plan.lengths)
     placed = np.flatnonzero(plan.micro_batch != CARRIED)
-    column = tree.num_depths - 1 - plan.depth[placed]
+    column = tree.column_of_depth(plan.depth[placed])
     ranked: NodeSplits = {}
     for k, degree in enumerate(tree.degrees):
         splits, rows = cost.splits[k], placed[column == k]

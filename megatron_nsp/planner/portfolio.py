@@ -17,7 +17,7 @@ from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner.choose_splits import with_cheapest_splits
 from megatron_nsp.planner.policies import BatchPolicy, Rival, policies_of, portfolio_of
-from megatron_nsp.planner.search.micro_batches import Assignment, Batch
+from megatron_nsp.planner.search.micro_batches import Assignment, BatchProblem
 
 NO_MORE: Mapping[str, BatchPolicy] = MappingProxyType({})
 
@@ -40,7 +40,7 @@ class PlanReport:
         search_load_us: time of the step under the search's own plan; None if it was not asked for.
         policies: time of the step under each policy of the portfolio that places all samples.
         infeasible: policies of the portfolio that do not, that refuse the batch, or were skipped.
-        num_passes: micro-batches with samples; the others are filler passes.
+        num_micro_batches_used: micro-batches with samples; the others are filler ones.
         plan_ms: wall time of the call.
     """
 
@@ -51,7 +51,7 @@ class PlanReport:
     search_load_us: float | None
     policies: dict[str, float]
     infeasible: tuple[str, ...]
-    num_passes: int
+    num_micro_batches_used: int
     plan_ms: float
 
     @property
@@ -101,7 +101,7 @@ def plan_batch(
         cost: the cost model, of the same tree.
         token_budget: the most tokens a rank may hold in one micro-batch; None = no limit.
         token_balance: a budget of this many times a rank's mean tokens, if that is less.
-        num_micro_batches: passes of the step; None = as many as needed.
+        num_micro_batches: micro-batches of the step; None = as many as needed.
         policy: 'auto' (best of search and portfolio), or a policy by name, 'search' among them.
         compares_all: work out all of the portfolio, also what a lower bound rules out, and the
             lower bound of the step.
@@ -111,18 +111,25 @@ def plan_batch(
         ValueError: a policy that is unknown or refuses the batch, or a sample no plan can hold.
     """
     start_s = time.perf_counter()
+    assert cost.tree == tree, f"{cost.tree=} {tree=}"
     tokens = np.array(lengths, dtype=np.int64).reshape(-1)
-    token_budget = balanced_budget(tokens, tree, token_balance, token_budget)
-    names = policy_names(tree, more_policies)
-    _check(tokens, tree, cost, token_budget, num_micro_batches, policy, names)
-    order = np.argsort(-tokens, kind="stable")
-    how = _Request(cost, order, token_budget, num_micro_batches, policy, compares_all)
-    outcome = _plan_within_budget(how, cost.search_times(tokens[order]), more_policies)
+    asked = _Request(
+        tokens=tokens,
+        cost=cost,
+        token_budget=balanced_budget(tokens, tree, token_balance, token_budget),
+        num_micro_batches=num_micro_batches,
+        policy=policy,
+        compares_all=compares_all,
+        more_policies=more_policies,
+    )
+    asked.check()
+    order = asked.order
+    outcome = _plan_within_budget(asked, cost.search_times(tokens[order]))
     best, plan = outcome.best, outcome.best.plan
     bound_us = float("nan")
     if compares_all:
-        kept = tokens[order][plan.micro_batch[order] != CARRIED]
-        bound_us = lower_bound_us(cost.bound_times(kept), token_budget)
+        running = tokens[order][plan.micro_batch[order] != CARRIED]
+        bound_us = lower_bound_us(cost.bound_times(running), asked.token_budget)
     report = PlanReport(
         policy=best.policy,
         load_us=best.score.load_us,
@@ -131,7 +138,7 @@ def plan_batch(
         search_load_us=outcome.search_load_us,
         policies={rival.policy: rival.score.load_us for rival in outcome.rivals},
         infeasible=outcome.infeasible,
-        num_passes=best.num_passes,
+        num_micro_batches_used=best.num_micro_batches_used,
         plan_ms=(time.perf_counter() - start_s) * 1e3,
     )
     return PlanResult(plan, best.score, report)
@@ -139,21 +146,54 @@ def plan_batch(
 
 @dataclass(frozen=True, eq=False)
 class _Request:
-    """What is asked of `plan_batch`; `order` are the samples, longest first."""
+    """What is asked of `plan_batch`; the attributes are its arguments, the budget worked out."""
 
+    tokens: IntArray
     cost: CostModel
-    order: IntArray
     token_budget: int | None
     num_micro_batches: int | None
     policy: str
     compares_all: bool
+    more_policies: Mapping[str, BatchPolicy]
+
+    @cached_property
+    def order(self) -> IntArray:
+        """The samples, longest first."""
+        return np.argsort(-self.tokens, kind="stable")
+
+    def check(self) -> None:
+        """Refuses what cannot be planned.
+
+        Raises:
+            ValueError: one line naming the sample or setting and its numbers.
+        """
+        tokens, tree, budget = self.tokens, self.cost.tree, self.token_budget
+        names = policy_names(tree, self.more_policies)
+        if self.policy not in names:
+            raise ValueError(f"no policy {self.policy}, only {', '.join(names)}")
+        if self.num_micro_batches is not None and self.num_micro_batches < 1:
+            raise ValueError(
+                f"the number of micro-batches must be at least 1, got {self.num_micro_batches}"
+            )
+        for sample in np.flatnonzero(tokens < 1)[:1].tolist():
+            raise ValueError(f"sample {sample} has {tokens[sample]} tokens, at least 1 needed")
+        if budget is None:
+            return
+        if budget < 1:
+            raise ValueError(f"the token budget must be at least 1, got {budget}")
+        for sample in np.flatnonzero(tokens > budget * tree.max_degree)[:1].tolist():
+            least = -(-int(tokens[sample]) // tree.max_degree)
+            raise ValueError(
+                f"sample {sample} of {tokens[sample]} tokens needs {least} tokens a rank at the "
+                f"largest degree {tree.max_degree}, over the token budget of {budget}"
+            )
 
     def finished(
         self, policy: str, assignment: Assignment, times: SampleTimes, num_micro_batches: int
     ) -> "_Finished":
         """A placement as a plan on the whole tree, with its nodes split."""
         cost = self.cost
-        plain = assignment.plan(Batch(times, None), self.order, num_micro_batches)
+        plain = assignment.plan(BatchProblem(times, None), self.order, num_micro_batches)
         depths = [cost.tree.depth_of(degree) for degree in reversed(times.tree.degrees)]
         plain = replace(
             plain,
@@ -162,10 +202,13 @@ class _Request:
             token_budget=self.token_budget,
         )
         plans = [plain] if cost.is_ulysses else [with_cheapest_splits(plain, cost)]
-        degrees = np.array(cost.tree.degrees)[cost.tree.num_depths - 1 - plain.depth]
+        degrees = np.array(cost.tree.degrees)[cost.tree.column_of_depth(plain.depth)]
         if plans[0].splits and set(cost.ulysses_degrees).issuperset(degrees.tolist()):
-            plans.insert(0, plain)  # what is cheaper for a node may still slow down a pass
-        done = [_Finished(policy, each, cost.score(each), assignment.num_passes) for each in plans]
+            plans.insert(0, plain)  # what is cheaper for a node may still slow down a micro-batch
+        done = [
+            _Finished(policy, each, cost.score(each), assignment.num_micro_batches_used)
+            for each in plans
+        ]
         return min(done, key=lambda one: one.rank)
 
 
@@ -176,7 +219,7 @@ class _Finished:
     policy: str
     plan: Plan
     score: PlanScore
-    num_passes: int
+    num_micro_batches_used: int
 
     @cached_property
     def rank(self) -> tuple[int, int, float]:
@@ -206,37 +249,30 @@ class _Outcome:
         return not over and not carried and self.best.work_us <= _AGAIN_ABOVE * bound_us
 
 
-def _plan_within_budget(
-    how: _Request, searches: list[SampleTimes], more_policies: Mapping[str, BatchPolicy]
-) -> _Outcome:
+def _plan_within_budget(asked: _Request, searches: list[SampleTimes]) -> _Outcome:
     """Plans with ever smaller budgets until the plan, with its nodes split, holds the real one.
 
     Raises:
         ValueError: no policy places the samples, or no budget leaves room enough for chunks.
     """
-    limit, over = how.token_budget, 0
+    limit, over = asked.token_budget, 0
     longest = int(searches[0].lengths.max(initial=0))
     for _ in range(_BUDGETS_TRIED):
         if limit is not None:
             limit -= over
-            if longest > limit * how.cost.tree.max_degree:
+            if longest > limit * asked.cost.tree.max_degree:
                 break
-        outcome = _best_outcome(how, searches, limit, more_policies)
+        outcome = _best_outcome(asked, searches, limit)
         over = outcome.best.plan.over_budget_tokens()
         if not over:
             return outcome
     raise ValueError(
         f"the chunks of ring members put {over} tokens more on a rank than the token budget of "
-        f"{how.token_budget}; the longest sample has {longest} tokens"
+        f"{asked.token_budget}; the longest sample has {longest} tokens"
     )
 
 
-def _best_outcome(
-    how: _Request,
-    searches: list[SampleTimes],
-    limit: int | None,
-    more_policies: Mapping[str, BatchPolicy],
-) -> _Outcome:
+def _best_outcome(asked: _Request, searches: list[SampleTimes], limit: int | None) -> _Outcome:
     """The better plan of those that the times lead to, the first of equal ones.
 
     Times that promise little over a plan there is are not searched.
@@ -245,8 +281,8 @@ def _best_outcome(
     problem: ValueError | None = None
     for times in searches:
         # Other policies mean the degrees of the whole tree: its root, its two ends, ...
-        is_other = times.tree != how.cost.tree
-        if is_other and how.policy not in ("auto", "search"):
+        is_other = times.tree != asked.cost.tree
+        if is_other and asked.policy not in ("auto", "search"):
             continue
         if (
             is_other
@@ -257,7 +293,7 @@ def _best_outcome(
         if any(outcome.is_near(work_bound_us(times, limit)) for outcome in outcomes):
             continue
         try:
-            outcomes.append(_outcome(how, times, limit, more_policies))
+            outcomes.append(_outcome(asked, times, limit))
         except ValueError as error:
             problem = error
     if not outcomes:
@@ -266,26 +302,24 @@ def _best_outcome(
     return min(outcomes, key=lambda outcome: outcome.best.rank)
 
 
-def _outcome(
-    how: _Request,
-    times: SampleTimes,
-    limit: int | None,
-    more_policies: Mapping[str, BatchPolicy],
-) -> _Outcome:
+def _outcome(asked: _Request, times: SampleTimes, limit: int | None) -> _Outcome:
     """What the policies make of a batch with these times."""
-    batch, tree = Batch(times, limit), times.tree
-    policies = {**more_policies, **policies_of(tree)}
-    others, chosen = (portfolio_of(tree), "search") if how.policy == "auto" else ({}, how.policy)
-    placed = policies[chosen](batch, how.num_micro_batches or max(len(times.lengths), 1))
-    _check_progress(batch, placed, chosen, policies[chosen], how.order)
-    passes = how.num_micro_batches or max(placed.num_passes, 1)
-    own = how.finished(chosen, placed, times, passes)
+    batch, tree = BatchProblem(times, limit), times.tree
+    policies = {**asked.more_policies, **policies_of(tree)}
+    is_auto = asked.policy == "auto"
+    others, chosen = (portfolio_of(tree), "search") if is_auto else ({}, asked.policy)
+    placed = policies[chosen](batch, asked.num_micro_batches or max(len(times.lengths), 1))
+    _check_progress(batch, placed, chosen, policies[chosen], asked.order)
+    num_micro_batches = asked.num_micro_batches or max(placed.num_micro_batches_used, 1)
+    own = asked.finished(chosen, placed, times, num_micro_batches)
     to_beat_us = float("inf")
-    if not how.compares_all:
-        to_beat_us = own.score.load_us - passes * how.cost.profile.bias_us
+    if not asked.compares_all:
+        to_beat_us = own.score.load_us - num_micro_batches * asked.cost.profile.bias_us
     rivals = [
-        how.finished(name, assignment, times, passes)
-        for name, assignment in _rivals(batch, placed.placed, passes, others, to_beat_us).items()
+        asked.finished(name, assignment, times, num_micro_batches)
+        for name, assignment in _rivals(
+            batch, placed.placed, num_micro_batches, others, to_beat_us
+        ).items()
     ]
     names = {rival.policy for rival in rivals}
     return _Outcome(
@@ -315,31 +349,31 @@ def balanced_budget(
 
 
 def _rivals(
-    batch: Batch,
-    kept: IntArray,
-    max_passes: int,
+    batch: BatchProblem,
+    placed: IntArray,
+    max_micro_batches: int,
     others: Mapping[str, Rival],
     to_beat_us: float,
 ) -> dict[str, Assignment]:
-    """What those of the other policies that place all of the kept samples make of them, by name.
+    """What those of the other policies that place all of the placed samples make of them, by name.
 
     A policy that refuses such samples is left out as well, and one that cannot beat `to_beat_us`.
     """
-    kept_batch, rivals = batch.take(kept), {}
+    placed_batch, rivals = batch.take(placed), {}
     for name, policy in others.items():
-        if policy.bound_us(kept_batch) >= to_beat_us:
+        if policy.bound_us(placed_batch) >= to_beat_us:
             continue
         try:
-            assignment = policy(kept_batch, max_passes)
+            assignment = policy(placed_batch, max_micro_batches)
         except ValueError:
             continue
         if assignment.is_complete:
-            rivals[name] = assignment.among(kept, len(batch.lengths))
+            rivals[name] = assignment.among(placed, len(batch.lengths))
     return rivals
 
 
 def _check_progress(
-    batch: Batch, assignment: Assignment, name: str, policy: BatchPolicy, order: IntArray
+    batch: BatchProblem, assignment: Assignment, name: str, policy: BatchPolicy, order: IntArray
 ) -> None:
     """Refuses to carry a sample that the policy will have no place for in any step.
 
@@ -353,36 +387,3 @@ def _check_progress(
                 f"policy {name} never fits sample {order[sample]}, {batch.lengths[sample]} tokens, "
                 f"into the token budget of {batch.token_budget}"
             )
-
-
-def _check(
-    tokens: IntArray,
-    tree: SPTree,
-    cost: CostModel,
-    token_budget: int | None,
-    num_micro_batches: int | None,
-    policy: str,
-    names: tuple[str, ...],
-) -> None:
-    """Refuses what cannot be planned.
-
-    Raises:
-        ValueError: one line naming the sample or setting and its numbers.
-    """
-    assert cost.tree == tree, f"{cost.tree=} {tree=}"
-    if policy not in names:
-        raise ValueError(f"no policy {policy}, only {', '.join(names)}")
-    if num_micro_batches is not None and num_micro_batches < 1:
-        raise ValueError(f"the number of micro-batches must be at least 1, got {num_micro_batches}")
-    for sample in np.flatnonzero(tokens < 1)[:1].tolist():
-        raise ValueError(f"sample {sample} has {tokens[sample]} tokens, at least 1 needed")
-    if token_budget is None:
-        return
-    if token_budget < 1:
-        raise ValueError(f"the token budget must be at least 1, got {token_budget}")
-    for sample in np.flatnonzero(tokens > token_budget * tree.max_degree)[:1].tolist():
-        least = -(-int(tokens[sample]) // tree.max_degree)
-        raise ValueError(
-            f"sample {sample} of {tokens[sample]} tokens needs {least} tokens a rank at the "
-            f"largest degree {tree.max_degree}, over the token budget of {token_budget}"
-        )

@@ -90,12 +90,12 @@ def token_and_work_shares(
 
 
 def routing_shares(plans: Sequence[Plan], edges: IntArray) -> FloatArray:
-    """`[degrees, buckets]` share of a bucket's samples at each degree; columns add up to 1."""
+    """`[degrees, buckets]` share of a bucket's samples at each degree, which add up to 1."""
     tree = plans[0].tree
     counts = np.zeros((len(tree.degrees), len(edges) - 1))
     for plan in plans:
         bucket = np.digitize(plan.lengths, edges) - 1
-        np.add.at(counts, (tree.num_depths - 1 - plan.depth, bucket), 1.0)
+        np.add.at(counts, (tree.column_of_depth(plan.depth), bucket), 1.0)
     shares: FloatArray = counts / np.maximum(counts.sum(axis=0), 1.0)
     return shares
 
@@ -167,9 +167,9 @@ def _routing(
     axis.set_xticks(range(len(edges) - 1), _names(edges), rotation=45)
     degrees = setting.cost.tree.degrees
     axis.set_yticks(range(len(degrees)), [str(degree) for degree in degrees])
-    for (row, column), value in np.ndenumerate(shares):
+    for (row, bucket), value in np.ndenumerate(shares):
         if value >= 0.5:
-            axis.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
+            axis.text(bucket, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
 
 
 def _ablation(axis: Any, ablation: Mapping[str, FloatArray]) -> None:

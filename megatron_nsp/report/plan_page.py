@@ -15,8 +15,8 @@ from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.report import svg
+from megatron_nsp.simulator.active_paths import active_paths
 from megatron_nsp.simulator.attention import Clocks, Event, run_attention
-from megatron_nsp.simulator.network import active_paths
 from megatron_nsp.simulator.order_search import choose_orders, orders_of_trees
 
 _LEFT, _ROW = 70, 24
@@ -128,7 +128,7 @@ def _loads(plan: Plan, micro_batch: int, cost: CostModel) -> str:
     tree = plan.tree
     by_degree = np.zeros((len(tree.degrees), tree.num_ranks))
     for k in range(len(tree.degrees)):
-        is_here = (plan.micro_batch == micro_batch) & (plan.depth == tree.num_depths - 1 - k)
+        is_here = (plan.micro_batch == micro_batch) & (plan.depth == tree.depth_of_column(k))
         alone = replace(plan, micro_batch=np.where(is_here, micro_batch, CARRIED))
         score = cost.score(alone)
         by_degree[k] = score.rank_load_us

@@ -46,12 +46,13 @@ class NestedBatch:
 
     Attributes:
         plan: the plan of the step.
-        micro_batch: which of its passes this is.
+        micro_batch: which of its micro-batches this is.
         layout: what this rank holds.
         overlap: whether the schedule streams the phases of consecutive nodes.
-        saved_samples: samples whose attention output is kept where a layer is recomputed.
+        saved_samples: samples whose attention output is saved where a layer is recomputed.
         orders: in which order nodes run in each pass; root first for one that is not there.
-        kept: what the layers have kept so far, by layer number; empty when a forward pass begins.
+        saved_outputs: what the layers have saved so far, by layer number; empty when a forward
+            pass begins.
     """
 
     plan: Plan
@@ -60,7 +61,7 @@ class NestedBatch:
     overlap: bool
     saved_samples: SavedSamples = NOTHING_SAVED
     orders: Mapping[Pass, Order] = field(default_factory=dict)
-    kept: dict[int, SavedLayer] = field(default_factory=dict)
+    saved_outputs: dict[int, SavedLayer] = field(default_factory=dict)
     _rows: dict[tuple[Node, int, KeyMask], Any] = field(default_factory=dict)
     _steps: dict[tuple[Any, ...], tuple[Step, ...]] = field(default_factory=dict)
 
@@ -81,7 +82,7 @@ class NestedBatch:
 
     @cached_property
     def num_saved(self) -> dict[Node, int]:
-        """Samples at the head of each active node's stream whose output may be kept."""
+        """Samples at the head of each active node's stream whose output is to be saved."""
         return {
             part.node: self.saved_samples.of_node(self.micro_batch, part.node)
             for part in self.layout.slices
@@ -130,9 +131,9 @@ class Layer:
 
     Attributes:
         number: its number on this rank.
-        is_training: whether a backward pass will follow; evaluation keeps nothing.
+        is_training: whether a backward pass will follow; evaluation saves nothing.
         output_stays: whether whoever takes the output of the first pass holds on to it until the
-            layer is recomputed, as an output projection outside the checkpoint does. What is kept
+            layer is recomputed, as an output projection outside the checkpoint does. What is saved
             then refers to it.
     """
 
@@ -150,8 +151,8 @@ class _Call:
     runtime: AttentionRuntime
     layer: Layer | None
     saved: SavedLayer
-    """Of a recomputation: what the first pass kept."""
-    keeps: bool
+    """Of a recomputation: what the first pass saved."""
+    saves: bool
     """Whether this is a first pass that will be recomputed."""
     has_backward: bool
     """Whether backward of this very pass may follow."""
@@ -177,10 +178,10 @@ class _Call:
                 parts.append(rest)
         return parts
 
-    def keep(self, out_THV: Tensor, passes: dict[Node, ForwardPass]) -> None:
-        """Keeps the output of the saved samples for the recomputation of this layer."""
+    def save(self, out_THV: Tensor, passes: dict[Node, ForwardPass]) -> None:
+        """Saves the output of the marked samples for the recomputation of this layer."""
         assert self.layer is not None
-        kept: SavedLayer = {}
+        saved: SavedLayer = {}
         for part in self.batch.layout.slices:
             count = self.batch.num_saved[part.node]
             if count == 0:
@@ -191,8 +192,8 @@ class _Call:
             assert lse_hS is not None, f"{part.split} gives no LSE"
             tokens = part.stream_tokens - (rest.stream_tokens if len(rest.samples) else 0)
             out = out_THV[rows] if self.layer.output_stays else out_THV[rows].clone()
-            kept[part.node] = SavedOutput(count, out, lse_hS[:, :tokens].clone())
-        self.batch.kept[self.layer.number] = kept
+            saved[part.node] = SavedOutput(count, out, lse_hS[:, :tokens].clone())
+        self.batch.saved_outputs[self.layer.number] = saved
 
 
 class _NestedAttention(torch.autograd.Function):
@@ -217,8 +218,8 @@ class _NestedAttention(torch.autograd.Function):
             if part.node in call.saved:
                 saved_THV = call.saved[part.node].out_THV
                 out_THV[part.buffer_start : part.buffer_start + len(saved_THV)] = saved_THV
-        if call.keeps:
-            call.keep(out_THV, passes)
+        if call.saves:
+            call.save(out_THV, passes)
         # Views of the layer's tensors keep all of them alive. Where those are held anyway, for
         # saved samples, views cost nothing.
         in_own_memory = call.has_backward and not call.saved
@@ -296,7 +297,7 @@ def nested_attention(
         sink_H: attention sinks, one more score for each query head with a value of zeros. Their
             gradient is this rank's part of a sum over all ranks.
         layer: which layer calls. With it a first pass without gradients, as activation
-            checkpointing makes it, keeps the output of the batch's saved samples, and the pass
+            checkpointing makes it, saves the output of the batch's marked samples, and the pass
             that recomputes the layer takes it from there.
 
     Returns:
@@ -314,9 +315,9 @@ def nested_attention(
     saved: SavedLayer = {}
     is_first = not torch.is_grad_enabled() and layer is not None and layer.is_training
     if layer is not None and not is_first:
-        saved = batch.kept.pop(layer.number, {})
-    keeps = is_first and any(batch.num_saved.values())
-    call = _Call(batch, mask, runtime, layer, saved, keeps, torch.is_grad_enabled())
+        saved = batch.saved_outputs.pop(layer.number, {})
+    saves = is_first and any(batch.num_saved.values())
+    call = _Call(batch, mask, runtime, layer, saved, saves, torch.is_grad_enabled())
     for part in batch.layout.slices:
         heads = q_THD.shape[1], k_TKD.shape[1]
         call.node(part, sink_H).check(*heads, batch.num_saved[part.node])

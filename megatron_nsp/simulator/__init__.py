@@ -3,6 +3,6 @@
 Pure: plans and profiles go in, times come out. Nothing here runs a model.
 """
 
-from megatron_nsp.simulator.iteration import Breakdown, IterationSettings, simulate_plan
+from megatron_nsp.simulator.step import Breakdown, StepSettings, simulate_plan
 
-__all__ = ["Breakdown", "IterationSettings", "simulate_plan"]
+__all__ = ["Breakdown", "StepSettings", "simulate_plan"]

@@ -1,6 +1,6 @@
 """Leave-one-out: the search's plans, simulated with one component taken away (NSP paper, Fig. 10).
 
-* recompute: no node keeps its attention output;
+* recompute: no node saves its attention output;
 * overlap: a node ends before the next begins;
 * router: samples go to nodes greedily, by Algorithm 1 with a beam of one state;
 * cost model: plans are made by forward attention alone, exchanges and dense work cost nothing; a
@@ -15,7 +15,13 @@ import numpy as np
 from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import AttentionRate
-from megatron_nsp.planner import Algorithm1, PassProblem, Placement, by_passes, place_algorithm_1
+from megatron_nsp.planner import (
+    Algorithm1,
+    MicroBatchProblem,
+    Placement,
+    as_batch_policy,
+    place_algorithm_1,
+)
 from megatron_nsp.simulator.compare import Setting, planned, simulate_with_marks
 
 FULL, COST_MODEL = "full", "cost model"
@@ -24,7 +30,7 @@ _GREEDY_RULES = Algorithm1(prefix_size=64, beam_width=1)
 _UNLIMITED = 1e30
 
 
-def kept_whole(cost: CostModel) -> dict[str, str]:
+def not_ablated(cost: CostModel) -> dict[str, str]:
     """The components that cannot be taken away, and why."""
     if cost.profile.fitted is None:
         return {}
@@ -37,9 +43,9 @@ def attention_only(cost: CostModel) -> CostModel:
     """A cost model that sees the forward pass of attention alone.
 
     Raises:
-        ValueError: the profile is fitted; see `kept_whole`.
+        ValueError: the profile is fitted; see `not_ablated`.
     """
-    for component, why in kept_whole(cost).items():
+    for component, why in not_ablated(cost).items():
         raise ValueError(f"the {component} cannot be taken away: {why}")
     profile = replace(
         cost.profile,
@@ -58,18 +64,18 @@ def attention_only(cost: CostModel) -> CostModel:
     return replace(cost, profile=profile)
 
 
-def _place_greedily(problem: PassProblem) -> Placement:
+def _place_greedily(problem: MicroBatchProblem) -> Placement:
     return place_algorithm_1(problem, _GREEDY_RULES)
 
 
 def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArray]:
     """`[batches]` time of each step in microseconds, by what is missing; 'full' is nothing.
 
-    Components that `kept_whole` names are left out.
+    Components that `not_ablated` names are left out.
     """
-    greedy = {GREEDY: by_passes(_place_greedily)}
+    greedy = {GREEDY: as_batch_policy(_place_greedily)}
     nested = [planned(lengths, "auto", setting) for lengths in batches]
-    plain = replace(setting, iteration=replace(setting.iteration, overlap=False))
+    plain = replace(setting, execution=replace(setting.execution, overlap=False))
     routed = [planned(each, GREEDY, setting, more_policies=greedy) for each in batches]
     variants = {
         FULL: (setting, nested),
@@ -77,7 +83,7 @@ def ablate(batches: Sequence[IntArray], setting: Setting) -> dict[str, FloatArra
         "overlap": (plain, nested),
         "router": (setting, routed),
     }
-    if COST_MODEL not in kept_whole(setting.cost):
+    if COST_MODEL not in not_ablated(setting.cost):
         blind = attention_only(setting.cost)
         plans = [planned(each, "search", setting, blind) for each in batches]
         variants[COST_MODEL] = setting, plans

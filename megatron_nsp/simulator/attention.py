@@ -2,8 +2,8 @@
 
 Every rank has a compute queue and a communication queue. Steps run in the order of the schedule; a
 collective starts when its last member has reached it and has what it sends, and ends for all
-members at the same time; an exchange between some ranks of a node is taken to be one of all. Ranks
-are columns of arrays, so one step of all ranks is a few array operations.
+members at the same time; an exchange between some ranks of a node is taken to be one of all. Arrays
+have an entry a rank, so one step of all ranks is a few array operations.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import numpy as np
 from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.schedule import Step
-from megatron_nsp.simulator.network import ActivePaths
+from megatron_nsp.simulator.active_paths import ActivePaths
 
 
 @dataclass(eq=False)

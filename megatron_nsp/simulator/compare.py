@@ -12,11 +12,10 @@ import numpy as np
 
 from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cost.cost_model import CostModel
-from megatron_nsp.cost.saving import kept_output
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import mark_saved
 from megatron_nsp.planner import NO_MORE, BatchPolicy, plan_batch
-from megatron_nsp.simulator.iteration import Breakdown, IterationSettings, simulate_plan
+from megatron_nsp.simulator.step import Breakdown, StepSettings, simulate_plan
 
 STATIC = "static-"
 
@@ -28,9 +27,9 @@ class Setting:
     Attributes:
         cost: the cost model.
         token_budget: the most tokens a rank may hold in a micro-batch; None = no limit.
-        num_micro_batches: passes of a step; None = as many as the budget needs.
+        num_micro_batches: micro-batches of a step; None = as many as the budget needs.
         longest: the longest sample that a run may meet; static degrees must hold it.
-        iteration: how steps are executed, its marks left out.
+        execution: how steps are executed, its marks left out.
         save_bytes: budget for attention outputs that are not recomputed.
         token_balance: a budget of this many times a rank's mean tokens, if that is less.
     """
@@ -39,7 +38,7 @@ class Setting:
     token_budget: int | None
     num_micro_batches: int | None
     longest: int
-    iteration: IterationSettings
+    execution: StepSettings
     save_bytes: float = 0.0
     token_balance: float | None = None
 
@@ -111,11 +110,11 @@ def simulate_with_marks(plan: Plan, setting: Setting) -> Breakdown:
 
     Marks save recomputation by tree level; static and disjoint plans get the same budget.
     """
-    iteration = setting.iteration
+    settings = setting.execution
     if setting.cost.recompute != "none" and setting.save_bytes > 0:
-        saved = mark_saved(plan, kept_output(setting.cost.shape), setting.save_bytes)
-        iteration = replace(iteration, saved=saved)
-    return simulate_plan(plan, setting.cost, iteration)
+        saved = mark_saved(plan, setting.cost.shape.saved_sizes, setting.save_bytes)
+        settings = replace(settings, saved=saved)
+    return simulate_plan(plan, setting.cost, settings)
 
 
 def run_trials(

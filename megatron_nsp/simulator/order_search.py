@@ -13,9 +13,9 @@ from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.plan.order import NodeOrders, Order, safe_orders
 from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
+from megatron_nsp.simulator.active_paths import ActivePaths, active_paths
 from megatron_nsp.simulator.attention import Clocks, run_attention
 from megatron_nsp.simulator.dense import run_dense
-from megatron_nsp.simulator.network import ActivePaths, active_paths
 
 NUM_LAYERS = 2
 """Layers that are played: a rank that is late in the first begins the second late."""

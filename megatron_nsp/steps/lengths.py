@@ -50,7 +50,7 @@ class LengthTable:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class DrawnLengths:
     """Lengths to plan.
 
     Attributes:
@@ -206,7 +206,7 @@ def _whole_numbers(array: np.ndarray) -> IntArray:
 
 def draw_batch(
     source: LengthTable | IntArray, batch_tokens: int | None, max_length: int | None, seed: int
-) -> Batch:
+) -> DrawnLengths:
     """Draws whole samples until `batch_tokens` is reached; the last one may go over it.
 
     From a list without replacement; without `batch_tokens` the whole list, in its own order.
@@ -235,7 +235,9 @@ def draw_batch(
                 f"--batch-tokens {batch_tokens} is more than the {int(kept.lengths.sum())} tokens "
                 "of all samples"
             )
-        return Batch(_until(kept.lengths, batch_tokens), kept.num_dropped, kept.num_over_long)
+        return DrawnLengths(
+            _until(kept.lengths, batch_tokens), kept.num_dropped, kept.num_over_long
+        )
     parts: list[IntArray] = []
     assert batch_tokens is not None
     missing, num_over_long, num_empty = batch_tokens, 0, 0
@@ -258,17 +260,17 @@ def draw_batch(
                 f"--max-len {max_length} leaves nothing to draw: the shortest sample of "
                 f"{source.name} has {int(source.length.min())} tokens"
             )
-    return Batch(np.concatenate(parts), 0, num_over_long)
+    return DrawnLengths(np.concatenate(parts), 0, num_over_long)
 
 
 def _is_kept(lengths: IntArray, max_length: int | None) -> np.ndarray:
     return (lengths >= 1) & (lengths <= (max_length or np.iinfo(np.int64).max))
 
 
-def _keep(lengths: IntArray, max_length: int | None) -> Batch:
+def _keep(lengths: IntArray, max_length: int | None) -> DrawnLengths:
     num_dropped = int((lengths < 1).sum())
     kept = lengths[_is_kept(lengths, max_length)]
-    return Batch(kept, num_dropped, len(lengths) - num_dropped - len(kept))
+    return DrawnLengths(kept, num_dropped, len(lengths) - num_dropped - len(kept))
 
 
 def _until(lengths: IntArray, tokens: int) -> IntArray:

@@ -58,7 +58,7 @@ class PlannedStep:
         score: what the cost model says about the plan.
         plan_ms: time it took to draw and plan, in the background or not.
         waited_ms: part of that time the training loop waited for.
-        saved: samples whose attention output is kept where layers are recomputed.
+        saved: samples whose attention output is saved where layers are recomputed.
         orders: in which order each tree runs its nodes.
     """
 

@@ -86,7 +86,9 @@ def random_step(rng: random.Random, num_ranks: int) -> Plan:
     """A plan of up to three micro-batches with carried samples, over exactly `num_ranks` ranks."""
     chains = [chain for chain in CHAINS if num_ranks % chain[-1] == 0]
     tree = SPTree(num_ranks, rng.choice(chains))
-    one_pass = random_plan(rng, tree, random_lengths(rng, 12, 60))
+    one_micro_batch = random_plan(rng, tree, random_lengths(rng, 12, 60))
     num_micro_batches = rng.randint(1, 3)
-    micro_batch = [rng.randint(CARRIED, num_micro_batches - 1) for _ in one_pass.lengths]
-    return replace(one_pass, micro_batch=np.array(micro_batch), num_micro_batches=num_micro_batches)
+    micro_batch = [rng.randint(CARRIED, num_micro_batches - 1) for _ in one_micro_batch.lengths]
+    return replace(
+        one_micro_batch, micro_batch=np.array(micro_batch), num_micro_batches=num_micro_batches
+    )

@@ -81,7 +81,7 @@ def sample_us(length: int, degree: int, profile: Json) -> tuple[float, float]:
     output_us = output / profile["dense_flops_per_s"] * 1e6
     again_us = {
         "none": 0.0,
-        "attention": layers * (fwd_us + attention_exchange_us),
+        "selective": layers * (fwd_us + attention_exchange_us),
         "full": layers * (fwd_us + exchange_us + dense_us) + output_us,
     }[profile["recompute"]] * profile["recompute_share"]
     # Ranks that share experts wait for one another after what is run again, as in forward.
@@ -184,10 +184,10 @@ def members_rate(profile: Json, degree: int, members: int, outer: str) -> tuple[
 
 def score_plan(plan: Json, profile: Json) -> Score:
     """Scores the JSON of a plan; a pass waits for its slowest rank, passes add up."""
-    num_ranks, num_passes = plan["num_ranks"], plan["num_micro_batches"]
-    fwd = [[0.0] * num_ranks for _ in range(num_passes)]
-    bwd = [[0.0] * num_ranks for _ in range(num_passes)]
-    latency = [[0.0] * num_ranks for _ in range(num_passes)]
+    num_ranks, num_micro_batches = plan["num_ranks"], plan["num_micro_batches"]
+    fwd = [[0.0] * num_ranks for _ in range(num_micro_batches)]
+    bwd = [[0.0] * num_ranks for _ in range(num_micro_batches)]
+    latency = [[0.0] * num_ranks for _ in range(num_micro_batches)]
     for node in plan["nodes"]:
         degree, m = node["degree"], node["micro_batch"]
         if "ring_degree" in node:
@@ -217,12 +217,12 @@ def score_plan(plan: Json, profile: Json) -> Score:
                 for rank in range(first, first + group):
                     loads[m][rank] += work_us / group
     load_us, plain_us = 0.0, 0.0
-    for m in range(num_passes):
+    for m in range(num_micro_batches):
         load_us += max(map(sum, zip(fwd[m], latency[m], strict=True)))
         load_us += max(map(sum, zip(bwd[m], latency[m], strict=True))) + profile["bias_us"]
         plain_us += max(fwd[m]) + max(bwd[m]) + profile["bias_us"]
     ranks = [
-        sum(fwd[m][p] + bwd[m][p] + 2 * latency[m][p] for m in range(num_passes))
+        sum(fwd[m][p] + bwd[m][p] + 2 * latency[m][p] for m in range(num_micro_batches))
         for p in range(num_ranks)
     ]
     return Score(load_us, plain_us, ranks)

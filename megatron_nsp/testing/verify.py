@@ -56,7 +56,7 @@ class AttentionCase:
         is_causal: whether the mask is causal.
         window_left: most tokens before itself that a token sees; None = all.
         has_sinks: whether every query head has an attention sink.
-        saved: samples whose output is kept while the call is recomputed; None = the call is made
+        saved: samples whose output is saved while the call is recomputed; None = the call is made
             once, without recomputation.
         orders: in which order each tree runs its nodes.
         kernel: the kernel, as --nsp-kernel calls it.
@@ -197,7 +197,7 @@ def run_case(
     log.clear()
     out = attend(*leaves) if layer is None else checkpoint(attend, *leaves, use_reentrant=True)
     out.backward(dout)
-    assert not batch.kept, f"{len(batch.kept)} layers are still kept"
+    assert not batch.saved_outputs, f"{len(batch.saved_outputs)} layers have outputs left"
     outputs = {"out": out.detach()}
     for name, leaf in zip(("dq", "dk", "dv", "dsink"), leaves, strict=False):
         assert leaf.grad is not None

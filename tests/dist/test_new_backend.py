@@ -31,7 +31,7 @@ from megatron_nsp.runtime.backends.blocks import Round, Rounds, Rows, kernel_cal
 from megatron_nsp.runtime.backends.gather import Gather as GatherKeys
 from megatron_nsp.runtime.backends.node import HeadsAndKeys
 from megatron_nsp.runtime.kernels import AttentionMask
-from megatron_nsp.simulator.iteration import IterationSettings, simulate_plan
+from megatron_nsp.simulator.step import StepSettings, simulate_plan
 from megatron_nsp.testing.random_plans import random_lengths, random_plan
 from megatron_nsp.testing.verify import AttentionCase, check_cases
 
@@ -101,7 +101,7 @@ def test_a_new_backend_is_planned_with_priced_and_simulated(everything: str) -> 
     assert cost.score(plan).load_us == cost.score(gathering).load_us
     node = tree.node(16, 0)
     root = Plan.from_nodes(tree, [9600], [node], splits={(0, node): Split(16, everything)})
-    found = simulate_plan(root, cost, IterationSettings(overlap=True))
+    found = simulate_plan(root, cost, StepSettings(overlap=True))
     assert found.step_us == pytest.approx(cost.score(root).load_us, rel=1e-9)
 
 

@@ -119,16 +119,18 @@ def _broken_off_then_repeated(rank: int) -> bool:
         qkv = inputs(rank, batch)
         scale = 2.0 if changed else 1.0
         out = attend([x * scale for x in qkv], batch, runtime, 1)
-        assert [*batch.kept] == [1] and len(batch.kept[1]) == len(batch.layout.slices)
+        assert [*batch.saved_outputs] == [1] and len(batch.saved_outputs[1]) == len(
+            batch.layout.slices
+        )
         if changed:
             continue  # as if a later layer had raised
         out.sum().backward()
-        assert not batch.kept
+        assert not batch.saved_outputs
         gradients.append([x.grad for x in qkv])
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_what_a_broken_off_pass_kept_is_replaced_by_the_next() -> None:
+def test_what_a_broken_off_pass_saved_is_replaced_by_the_next() -> None:
     assert run_ranks(4, _broken_off_then_repeated) == [True] * 4
 
 
@@ -139,8 +141,8 @@ def _evaluate(rank: int) -> bool:
     with torch.no_grad():
         for layer in (None, Layer(1, is_training=False)):
             nested_attention(*inputs(rank, batch), batch, AttentionMask(0.3), runtime, layer=layer)
-    return not batch.kept
+    return not batch.saved_outputs
 
 
-def test_evaluation_keeps_nothing() -> None:
+def test_evaluation_saves_nothing() -> None:
     assert run_ranks(4, _evaluate) == [True] * 4

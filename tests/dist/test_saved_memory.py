@@ -1,9 +1,9 @@
-"""Bytes that attention keeps between forward and backward: counted as they lie in memory, and
+"""Bytes that attention holds between forward and backward: counted as they lie in memory, and
 predicted from the plan.
 
 Counted are whole storages, each once: what autograd holds for backward (seen by saved-tensor
-hooks) and what a batch keeps for the recomputation of a layer. The output itself is left out, for
-the next module keeps it. A view counts as all that it keeps alive.
+hooks) and what a batch saves for the recomputation of a layer. The output itself is left out, for
+the next module holds it. A view counts as all that it keeps alive.
 """
 
 import random
@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from megatron_nsp.plan.heads import HeadShape
 from megatron_nsp.plan.saving import (
     NOTHING_SAVED,
-    KeptOutput,
     SavedSamples,
-    kept_bytes,
+    SavedSizes,
     mark_saved,
+    saved_bytes,
     unrecomputed_bytes,
 )
 from megatron_nsp.plan.tree import SPTree
@@ -66,9 +66,9 @@ def storage_bytes(tensors: list[Tensor], but: list[Tensor]) -> int:
     return sum(size for place, size in sizes.items() if place not in left_out)
 
 
-def kept_of(batch: NestedBatch) -> list[Tensor]:
-    """The tensors that a batch keeps."""
-    outputs = [saved for layer in batch.kept.values() for saved in layer.values()]
+def saved_by(batch: NestedBatch) -> list[Tensor]:
+    """The tensors that a batch has saved."""
+    outputs = [saved for layer in batch.saved_outputs.values() for saved in layer.values()]
     return [x for saved in outputs for x in (saved.out_THV, saved.lse_hS)]
 
 
@@ -83,7 +83,7 @@ def leaves_of(case: AttentionCase, batch: NestedBatch) -> list[Tensor]:
 def count_and_predict(
     rank: int, case: AttentionCase, groups: NestedGroups, saved: SavedSamples | None, stays: bool
 ) -> tuple[int, int]:
-    """Bytes kept by one call, counted and predicted; `saved` None = without recomputation."""
+    """Bytes held by one call, counted and predicted; `saved` None = without recomputation."""
     plan = case.plan
     batch = NestedBatch.build(
         plan, rank, 0, case.row_multiple, case.overlap, saved or NOTHING_SAVED
@@ -98,7 +98,7 @@ def count_and_predict(
     held = SavedTensors()
     with held:
         out = attend(*leaves) if saved is None else checkpoint(attend, *leaves, use_reentrant=True)
-    counted = storage_bytes([*held, *kept_of(batch)], but=[out])
+    counted = storage_bytes([*held, *saved_by(batch)], but=[out])
     dtype = DTYPES[case.dtype]
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
     heads = HeadShape(case.num_heads, case.num_kv_heads, case.head_dim, value_dim)
@@ -111,11 +111,11 @@ def count_and_predict(
         )
     else:
         row_bytes = 0 if stays else case.num_heads * value_dim * dtype.itemsize
-        output = KeptOutput(case.num_heads, row_bytes, lse_bytes, num_layers=1)
-        predicted += sum(x.nbytes for x in leaves[:3])  # what the checkpoint keeps
-        predicted += int(kept_bytes(plan, saved, output)[rank])
+        output = SavedSizes(case.num_heads, row_bytes, lse_bytes, num_layers=1)
+        predicted += sum(x.nbytes for x in leaves[:3])  # what the checkpoint holds
+        predicted += int(saved_bytes(plan, saved, output)[rank])
     out.backward(torch.ones_like(out))
-    assert not batch.kept and not list(held)
+    assert not batch.saved_outputs and not list(held)
     return counted, predicted
 
 
@@ -126,7 +126,7 @@ def _count_all(rank: int, cases: list[AttentionCase]) -> list[tuple[str, tuple[i
         tree = case.plan.tree
         if tree not in made:
             made[tree] = NestedGroups.create(tree, [range(8)])
-        sizes = KeptOutput(case.num_heads, case.num_heads * case.head_dim * 8, 8, 1)
+        sizes = SavedSizes(case.num_heads, case.num_heads * case.head_dim * 8, 8, 1)
         everything = mark_saved(case.plan, sizes, float("inf"))
         cut = mark_saved(case.plan, sizes, rng.random() * everything.rank_bytes)
         modes: dict[str, SavedSamples | None] = {
@@ -143,7 +143,7 @@ def _count_all(rank: int, cases: list[AttentionCase]) -> list[tuple[str, tuple[i
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_bytes_kept_until_backward_are_the_closed_form(dtype: str) -> None:
+def test_bytes_held_until_backward_are_the_closed_form(dtype: str) -> None:
     cases = [case for case in random_cases(200) if case.plan.tree.num_ranks == 8][:40]
     assert len(cases) == 40
     cases = [AttentionCase(**{**vars(case), "dtype": dtype}) for case in cases]

@@ -160,8 +160,8 @@ def test_d2_groups_of_modules_stay_over_micro_batches_of_degrees_4_1_2(tmp_path:
     for batch in batches(tmp_path / "docs", 2, sum(lengths)):
         degree = [(4, 1, 2)[place % 3] for place in range(6)]
         nodes = [tree.node(d, place % (4 // d)) for place, d in enumerate(degree)]
-        passes = [place % 3 for place in range(6)]
-        plans.append(Plan.from_nodes(tree, batch.lengths, nodes, passes, 3))
+        micro_batch = [place % 3 for place in range(6)]
+        plans.append(Plan.from_nodes(tree, batch.lengths, nodes, micro_batch, 3))
     path = tmp_path / "plans.jsonl"
     path.write_text("".join(plan.to_json() + "\n" for plan in plans))
     one = train(1, tmp_path / "one", *flags, "--global-batch-size", "3")

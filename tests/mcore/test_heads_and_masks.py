@@ -42,7 +42,7 @@ def prepared(folder: Path, steps: int) -> tuple[list[str], list[str]]:
     return flags, ["--nsp-policy", f"file:{folder / 'plans'}"]
 
 
-def test_b3_windows_at_every_degree_of_one_pass(tmp_path: Path) -> None:
+def test_b3_windows_at_every_degree_of_one_micro_batch(tmp_path: Path) -> None:
     lengths, degrees = [1000, 129, 128, 127, 1], [4, 2, 2, 1, 1]
     write_documents(tmp_path / "docs", lengths, seed=3)
     (batch,) = batches(tmp_path / "docs", 1, sum(lengths), 1024)

@@ -16,7 +16,7 @@ from megatron_nsp.mcore.hybrid_cp import (
 )
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.planner import Batch, plan_batch
+from megatron_nsp.planner import BatchProblem, plan_batch
 from tests.data_maker import write_documents
 from tests.mcore.launch import train
 from tests.unit.planner_cases import workstation
@@ -24,9 +24,9 @@ from tests.unit.planner_cases import workstation
 TREES = [(8, (1, 2, 4, 8)), (8, (1, 2)), (6, (1, 2)), (12, (1, 2, 4)), (4, (1,)), (1, (1,))]
 
 
-def batch_of(num_ranks: int, degrees: tuple[int, ...], lengths, budget: int | None) -> Batch:
+def batch_of(num_ranks: int, degrees: tuple[int, ...], lengths, budget: int | None) -> BatchProblem:
     cost = workstation(num_ranks, degrees)
-    return Batch(cost.sample_times(np.array(sorted(lengths, reverse=True))), budget)
+    return BatchProblem(cost.sample_times(np.array(sorted(lengths, reverse=True))), budget)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -35,8 +35,8 @@ def batch_of(num_ranks: int, degrees: tuple[int, ...], lengths, budget: int | No
     st.lists(st.integers(1, 2000), min_size=1, max_size=24),
     st.sampled_from([None, 150, 700, 2000]),
 )
-def test_groups_are_passes_and_sets_of_ranks_are_nodes_of_their_size(size, lengths, budget) -> None:
-    """No two nodes of a pass share a rank; a set is cut only by the budget and by the tree."""
+def test_groups_are_micro_batches_and_sets_of_ranks_are_nodes(size, lengths, budget) -> None:
+    """Nodes of a micro-batch share no rank; a set is cut only by the budget and by the tree."""
     num_ranks, degrees = size
     if budget is not None and max(lengths) > budget * degrees[-1]:
         return
@@ -50,21 +50,23 @@ def test_groups_are_passes_and_sets_of_ranks_are_nodes_of_their_size(size, lengt
     assert sorted(scheduled) == list(range(len(lengths)))
     assignment = plan_hybrid_cp(batch, len(lengths))
     assert assignment.is_complete
-    plan = assignment.plan(batch, np.arange(len(lengths)), max(assignment.num_passes, 1))
+    plan = assignment.plan(
+        batch, np.arange(len(lengths)), max(assignment.num_micro_batches_used, 1)
+    )
     plan.validate()
-    first_pass = 0
+    first = 0
     for group in groups:
-        passes = set()
+        numbers = set()
         for ranks in group:
             nodes = {tuple(plan.node_of(sample)) for sample in ranks.samples}
             assert len(nodes) == 1, "the samples of a set stay together"
             degree = plan.tree.degree(plan.node_of(ranks.samples[0]))
             assert degree == max(d for d in degrees if d <= ranks.num_ranks)
-            passes |= set(plan.micro_batch[list(ranks.samples)].tolist())
-        assert passes == set(range(first_pass, max(passes) + 1)), "one group after the other"
+            numbers |= set(plan.micro_batch[list(ranks.samples)].tolist())
+        assert numbers == set(range(first, max(numbers) + 1)), "one group after the other"
         if budget is None:
-            assert len(passes) == 1
-        first_pass = max(passes) + 1
+            assert len(numbers) == 1
+        first = max(numbers) + 1
     for micro_batch in range(plan.num_micro_batches):
         held = [r for node in plan.active_nodes(micro_batch) for r in plan.tree.ranks(node)]
         assert len(held) == len(set(held))
@@ -96,11 +98,11 @@ def test_the_scheduler_decides_the_degree_by_memory() -> None:
     assert plan.over_budget_tokens() == 0
 
 
-def test_passes_beyond_the_fixed_number_are_carried() -> None:
+def test_micro_batches_beyond_the_fixed_number_are_carried() -> None:
     cost, lengths = workstation(4, (1, 2, 4)), [4000] * 3
     how = {"policy": "megatron-hybrid-cp", "more_policies": MEGATRON_POLICIES}
     result = plan_batch(lengths, cost.tree, cost, token_budget=1000, num_micro_batches=2, **how)
-    assert result.plan.carried.tolist() == [2] and result.report.num_passes == 2
+    assert result.plan.carried.tolist() == [2] and result.report.num_micro_batches_used == 2
 
 
 def test_where_the_scheduler_gives_up_one_line_says_so() -> None:

@@ -12,11 +12,11 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.training import training
 
-from megatron_nsp.mcore.connections import describe_connections
+from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.fixes import at_start
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
-from megatron_nsp.mcore.params import NestedSeqParams
+from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.pretrain import Trainer
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
 from megatron_nsp.plan.plan import Plan
@@ -365,9 +365,9 @@ def test_a_batch_that_runs_once_more_begins_with_nothing_kept() -> None:
     plan = Plan.from_nodes(SPTree(1, (1,)), [5], [Node(0, 0)])
     batch = NestedBatch.build(plan, 0)
     rows = torch.zeros(5, 1, 2)
-    batch.kept[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
+    batch.saved_outputs[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
     params = NestedSeqParams.of(batch, SimpleNamespace(), torch.arange(5))
-    assert params.nested is batch and not batch.kept
+    assert params.nested is batch and not batch.saved_outputs
 
 
 @pytest.mark.parametrize("value", [None, "1", "8", "32"])

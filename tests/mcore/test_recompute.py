@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from megatron_nsp.plan.plan import Plan
-from megatron_nsp.plan.saving import NOTHING_SAVED, KeptOutput, SavedSamples, kept_bytes, mark_saved
+from megatron_nsp.plan.saving import (
+    NOTHING_SAVED,
+    SavedSamples,
+    SavedSizes,
+    mark_saved,
+    saved_bytes,
+)
 from megatron_nsp.plan.tree import SPTree
 from tests.data_maker import write_documents
 from tests.mcore.launch import MOE, Run, train
@@ -27,37 +33,39 @@ ROW_BYTES, LSE_BYTES = 8 * 8 * 4, 4
 """Of one token of the tests' model in float32: 8 heads of 8 elements."""
 
 
-def output(how: list[str]) -> KeptOutput:
-    """The sizes of what the tests' model keeps."""
+def output(how: list[str]) -> SavedSizes:
+    """The sizes of what the tests' model saves."""
     layers = 1 if how is BLOCK else NUM_LAYERS
-    return KeptOutput(8, 0 if how is SELECTIVE else ROW_BYTES, LSE_BYTES, layers)
+    return SavedSizes(8, 0 if how is SELECTIVE else ROW_BYTES, LSE_BYTES, layers)
 
 
-def write_plans(folder: Path, tree: SPTree, steps: int, passes: int) -> list[Plan]:
-    """Recorded plans with a sample on every level in each pass, the others anywhere."""
+def write_plans(folder: Path, tree: SPTree, steps: int, num_micro_batches: int) -> list[Plan]:
+    """Recorded plans with a sample on every level in each micro-batch, the others anywhere."""
     write_documents(folder / "docs", LENGTHS, seed=3)
     rng, plans = random.Random(7), []
     for batch in batches(folder / "docs", steps, BATCH_TOKENS, max(LENGTHS)):
         nodes = [rng.choice(list(tree.nodes())) for _ in batch.lengths]
-        for place, degree in enumerate(tree.degrees * passes):
+        for place, degree in enumerate(tree.degrees * num_micro_batches):
             nodes[place] = tree.node(degree, rng.randrange(tree.num_ranks // degree))
-        micro_batch = [place // len(tree.degrees) % passes for place in range(len(nodes))]
-        plans.append(Plan.from_nodes(tree, batch.lengths, nodes, micro_batch, passes))
+        micro_batch = [
+            place // len(tree.degrees) % num_micro_batches for place in range(len(nodes))
+        ]
+        plans.append(Plan.from_nodes(tree, batch.lengths, nodes, micro_batch, num_micro_batches))
     (folder / "plans.jsonl").write_text("".join(plan.to_json() + "\n" for plan in plans))
     return plans
 
 
-def flags(folder: Path, steps: int, passes: int, num_ranks: int = 4) -> list[str]:
+def flags(folder: Path, steps: int, num_micro_batches: int, num_ranks: int = 4) -> list[str]:
     """The flags of a run that replays the plans of a folder."""
     return [
         *("--data-path", str(folder / "docs"), "--nsp-batch-tokens", str(BATCH_TOKENS)),
         *("--nsp-policy", f"file:{folder / 'plans.jsonl'}", "--train-iters", str(steps)),
-        *("--global-batch-size", str(num_ranks * passes), "--probe-recompute"),
+        *("--global-batch-size", str(num_ranks * num_micro_batches), "--probe-recompute"),
     ]
 
 
 def budget(plans: list[Plan], how: list[str], share: float) -> list[str]:
-    """The flag for a share of what the fullest rank would keep, and for inf all of it."""
+    """The flag for a share of what the fullest rank would save, and for inf all of it."""
     if share in (0.0, float("inf")):
         return ["--nsp-save-budget-gb", str(share)]
     most = max(mark_saved(plan, output(how), float("inf")).rank_bytes for plan in plans)
@@ -91,19 +99,19 @@ def assert_counts(run: Run, plans: list[Plan], how: list[str], words: list[str])
             assert len(step["records"]) == collectives, (number, rank)
 
 
-def assert_kept(run: Run, plans: list[Plan], how: list[str], words: list[str]) -> None:
-    """What every micro-batch keeps after its forward pass is what the marks say, to the byte."""
+def assert_saved(run: Run, plans: list[Plan], how: list[str], words: list[str]) -> None:
+    """What every micro-batch has saved after forward is what the marks say, to the byte."""
     for number, plan in enumerate(plans):
         saved = marks(plan, how, words)
         for rank in range(plan.tree.num_ranks):
             expected = [
-                int(kept_bytes(plan, saved, output(how), m)[rank])
+                int(saved_bytes(plan, saved, output(how), m)[rank])
                 for m in range(plan.num_micro_batches)
             ]
-            kept = [entry for entry in run.steps[rank][number]["kept"] if entry[0]]
+            entries = [entry for entry in run.steps[rank][number]["saved"] if entry[0]]
             with_rows = how is not SELECTIVE
-            assert [out * with_rows + lse for _, _, out, lse in kept] == expected
-            assert [m for _, m, _, _ in kept] == list(range(plan.num_micro_batches))
+            assert [out * with_rows + lse for _, _, out, lse in entries] == expected
+            assert [m for _, m, _, _ in entries] == list(range(plan.num_micro_batches))
             assert max(expected) <= float(words[1]) * 1e9
 
 
@@ -144,7 +152,7 @@ def test_budgets_change_no_bit_and_calls_and_bytes_are_the_closed_form(
     run, words = runs[f"{name} {share}"], budget(plans, how, share)
     assert_same_bits(runs["plain"], run)
     assert_counts(run, plans, how, words)
-    assert_kept(run, plans, how, words)
+    assert_saved(run, plans, how, words)
     lines = [line for line in run.output.splitlines() if "nsp step" in line]
     for line, plan in zip(lines, plans, strict=True):
         saved = marks(plan, how, words)
@@ -207,11 +215,11 @@ def test_h3_routing_with_ties_is_the_same_when_layers_are_recomputed(
     assert any(tied)  # one of the two was taken without the other: ties were broken
 
 
-def test_stages_of_a_pipeline_keep_for_every_micro_batch_in_flight(tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_save_for_every_micro_batch_in_flight(tmp_path: Path) -> None:
     plans = write_plans(tmp_path, SPTree(2, (1, 2)), 2, 4)
     common = [*flags(tmp_path, 2, 4, num_ranks=2), "--pipeline-model-parallel-size", "2"]
     plain = train(4, tmp_path / "plain", *common)
-    stage = KeptOutput(8, ROW_BYTES, LSE_BYTES, num_layers=1)
+    stage = SavedSizes(8, ROW_BYTES, LSE_BYTES, num_layers=1)
     for share in (0.5, 1.0):
         most = max(mark_saved(plan, stage, float("inf")).rank_bytes for plan in plans)
         gigabytes = share * most / 1e9
@@ -220,11 +228,11 @@ def test_stages_of_a_pipeline_keep_for_every_micro_batch_in_flight(tmp_path: Pat
         assert_same_bits(plain, run)
         for number, plan in enumerate(plans):
             saved = mark_saved(plan, stage, gigabytes * 1e9)
-            kept = [kept_bytes(plan, saved, stage, m) for m in range(4)]
+            held = [saved_bytes(plan, saved, stage, m) for m in range(4)]
             for place, rank in enumerate(run.steps):
                 domain_rank, is_first = place % 2, place < 2
-                own = [int(each[domain_rank]) for each in kept]
-                assert [sum(entry[2:]) for entry in rank[number]["kept"]] == own
+                own = [int(each[domain_rank]) for each in held]
+                assert [sum(entry[2:]) for entry in rank[number]["saved"]] == own
                 # The first stage has two micro-batches in flight, the last one.
                 window = 2 if is_first else 1
                 expected = [sum(own[max(0, m + 1 - window) : m + 1]) for m in range(4)]
@@ -244,36 +252,36 @@ def test_sharded_parameters_and_heads(tmp_path: Path, num_ranks: int, split: lis
     plans = write_plans(tmp_path, SPTree(4, (1, 2, 4)), 2, 1)
     common = [*flags(tmp_path, 2, 1), *split]
     plain = train(num_ranks, tmp_path / "plain", *common)
-    kept = train(num_ranks, tmp_path / "kept", *common, *FULL, "--nsp-save-budget-gb", "inf")
-    assert plain.losses == kept.losses
+    saving = train(num_ranks, tmp_path / "saved", *common, *FULL, "--nsp-save-budget-gb", "inf")
+    assert plain.losses == saving.losses
     heads = 8 * 4 // num_ranks
-    own = KeptOutput(heads, heads * 8 * 4, LSE_BYTES, NUM_LAYERS)
+    own = SavedSizes(heads, heads * 8 * 4, LSE_BYTES, NUM_LAYERS)
     for number, plan in enumerate(plans):
-        expected = kept_bytes(plan, mark_saved(plan, own, float("inf")), own).tolist()
-        found = [sum(rank[number]["kept"][0][2:]) for rank in kept.steps]
+        expected = saved_bytes(plan, mark_saved(plan, own, float("inf")), own).tolist()
+        found = [sum(rank[number]["saved"][0][2:]) for rank in saving.steps]
         assert found == [each for each in expected for _ in range(num_ranks // 4)]
 
 
-def test_evaluation_in_between_keeps_nothing(tmp_path: Path) -> None:
+def test_evaluation_in_between_saves_nothing(tmp_path: Path) -> None:
     plans = write_plans(tmp_path, SPTree(4, (1, 2, 4)), 3, 1)
     write_documents(tmp_path / "valid", [60, 31, 20, 9], seed=4)
     words = flags(tmp_path, 3, 1)
     words[0] = "--train-data-path"
     words += ["--valid-data-path", str(tmp_path / "valid"), "--eval-interval", "1"]
-    plain, kept = (
+    plain, saving = (
         train(4, tmp_path / name, *words, *more, "--eval-iters", "1")
-        for name, more in (("plain", []), ("kept", [*FULL, *budget(plans, FULL, float("inf"))]))
+        for name, more in (("plain", []), ("saved", [*FULL, *budget(plans, FULL, float("inf"))]))
     )
-    assert_same_bits(plain, kept)
-    assert plain.output.count("validation loss at") == kept.output.count("validation loss at") > 1
-    for rank in kept.steps:
-        entries = [entry for step in rank for entry in step["kept"]]
+    assert_same_bits(plain, saving)
+    assert plain.output.count("validation loss at") == saving.output.count("validation loss at") > 1
+    for rank in saving.steps:
+        entries = [entry for step in rank for entry in step["saved"]]
         evaluated = [entry for entry in entries if not entry[0]]
         assert len(evaluated) == 2 and all(entry[2:] == (0, 0) for entry in evaluated)
         assert any(entry[3] for entry in entries)
 
 
-def test_a_step_that_megatron_repeats_keeps_and_counts_as_much_again(tmp_path: Path) -> None:
+def test_a_step_that_megatron_repeats_saves_and_counts_as_much_again(tmp_path: Path) -> None:
     plans = write_plans(tmp_path, SPTree(4, (1, 2, 4)), 2, 2)
     words = [*flags(tmp_path, 2, 2), *FULL, *budget(plans, FULL, 0.5)]
     once = train(4, tmp_path / "once", *words)
@@ -282,7 +290,7 @@ def test_a_step_that_megatron_repeats_keeps_and_counts_as_much_again(tmp_path: P
     assert_same_bits(once, twice)
     for single, double in zip(once.steps, twice.steps, strict=True):
         for first, again in zip(single, double, strict=True):
-            assert again["kept"] == 2 * first["kept"]
+            assert again["saved"] == 2 * first["saved"]
             assert len(again["kernel_calls"]) == 2 * len(first["kernel_calls"])
 
 

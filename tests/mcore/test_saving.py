@@ -6,10 +6,9 @@ import pytest
 
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import load_profile
-from megatron_nsp.cost.saving import aware_of_saving
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore.layers import recompute_share, recomputed, recomputed_layers
-from megatron_nsp.mcore.model import kept_by
+from megatron_nsp.mcore.model import saved_sizes
 from megatron_nsp.plan.tree import SPTree
 
 SHAPE = ModelShape.from_hidden(6, 64, 8, 2, 16, bytes_per_element=2)
@@ -57,10 +56,10 @@ def arguments(**changed: object) -> SimpleNamespace:
             6,
             "full",
         ),
-        ({"recompute_granularity": "selective"}, 6, "attention"),
+        ({"recompute_granularity": "selective"}, 6, "selective"),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 0, "none"),
-        ({"recompute_activations": True}, 6, "attention"),
-        ({"recompute_activations": True, "decoder_last_pipeline_num_layers": 4}, 8, "attention"),
+        ({"recompute_activations": True}, 6, "selective"),
+        ({"recompute_activations": True, "decoder_last_pipeline_num_layers": 4}, 8, "selective"),
         (
             {
                 "recompute_activations": True,
@@ -69,7 +68,7 @@ def arguments(**changed: object) -> SimpleNamespace:
                 "decoder_last_pipeline_num_layers": 2,
             },
             5,
-            "attention",
+            "selective",
         ),
     ],
 )
@@ -86,18 +85,18 @@ def test_recomputed_layers_of_the_stage_that_has_most(
 
 def test_the_output_costs_nothing_where_attention_alone_is_recomputed() -> None:
     full = arguments(recompute_granularity="full", recompute_method="uniform")
-    assert kept_by(full, SHAPE).bytes_per_token == 6 * (8 * 16 * 2 + 8 * 4)
+    assert saved_sizes(full, SHAPE).bytes_per_token == 6 * (8 * 16 * 2 + 8 * 4)
     selective = arguments(recompute_granularity="selective")
-    assert kept_by(selective, SHAPE).bytes_per_token == 6 * 8 * 4
+    assert saved_sizes(selective, SHAPE).bytes_per_token == 6 * 8 * 4
     moved = {"fine_grained_activation_offloading": True, "offload_modules": ["attn_proj"]}
     offloaded = arguments(recompute_granularity="selective", **moved)  # it is freed meanwhile
-    assert kept_by(offloaded, SHAPE).bytes_per_token == kept_by(full, SHAPE).bytes_per_token
+    assert saved_sizes(offloaded, SHAPE).bytes_per_token == saved_sizes(full, SHAPE).bytes_per_token
 
 
 def test_the_planner_counts_on_as_many_tokens_as_the_budget_has_room_for() -> None:
     cost = CostModel(load_profile("h100-ib"), SHAPE, SPTree(4, (1, 2, 4)), recompute="full")
-    output = kept_by(arguments(recompute_granularity="full", recompute_method="uniform"), SHAPE)
+    output = saved_sizes(arguments(recompute_granularity="full", recompute_method="uniform"), SHAPE)
     budget = 1000 * output.bytes_per_token
-    assert aware_of_saving(cost, budget, output).save_tokens == 1000
-    assert aware_of_saving(cost, budget - 1, output).save_tokens == 999
-    assert aware_of_saving(cost, float("inf"), output).save_tokens == 2**31 - 1
+    assert cost.with_saving(budget, output).save_tokens == 1000
+    assert cost.with_saving(budget - 1, output).save_tokens == 999
+    assert cost.with_saving(float("inf"), output).save_tokens == 2**31 - 1

@@ -1,4 +1,4 @@
-"""What the probe writes down of recomputation: kernel calls, routing and what batches keep.
+"""What the probe writes down of recomputation: kernel calls, routing and what batches save.
 
 Import it after CPU mode is on.
 """
@@ -16,7 +16,7 @@ from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from tests.mcore import watch
 
 KERNEL_CALLS: list[str] = watch.MORE.setdefault("kernel_calls", [])
-KEPT: list[tuple[bool, int, int, int]] = watch.MORE.setdefault("kept", [])
+SAVED: list[tuple[bool, int, int, int]] = watch.MORE.setdefault("saved", [])
 ROUTES: list[tuple[int, bool, torch.Tensor]] = watch.MORE.setdefault("routes", [])
 LIVE_BYTES: list[int] = watch.MORE.setdefault("live_bytes", [])
 _BATCHES: list[NestedBatch] = []
@@ -25,7 +25,7 @@ _BATCHES: list[NestedBatch] = []
 def watch_recompute() -> None:
     """Puts all wrappers in place."""
     _watch_kernel()
-    _watch_kept()
+    _watch_saved()
     _watch_router()
 
 
@@ -43,17 +43,17 @@ def _watch_kernel() -> None:
     CpuFlashKernel.forward, CpuFlashKernel.backward = watched_forward, watched_backward
 
 
-def kept_bytes(batch: NestedBatch) -> tuple[int, int]:
-    """Bytes of the outputs and of the LSEs that a batch keeps, as they lie in memory."""
-    saved = [output for layer in batch.kept.values() for output in layer.values()]
+def saved_bytes(batch: NestedBatch) -> tuple[int, int]:
+    """Bytes of the outputs and of the LSEs that a batch has saved, as they lie in memory."""
+    saved = [output for layer in batch.saved_outputs.values() for output in layer.values()]
     return (
         sum(output.out_THV.untyped_storage().nbytes() for output in saved),
         sum(output.lse_hS.untyped_storage().nbytes() for output in saved),
     )
 
 
-def _watch_kept() -> None:
-    """Saves what each micro-batch keeps after its forward pass, and all in flight together."""
+def _watch_saved() -> None:
+    """Writes down what each micro-batch has saved after forward, and all in flight together."""
     forward = pretrain.Trainer.forward_step
 
     def watched(self: pretrain.Trainer, data_iterator: Any, model: Any) -> Any:
@@ -65,9 +65,9 @@ def _watch_kept() -> None:
 
         result = forward(self, Tap(), model)
         batch = _BATCHES[-1]
-        KEPT.append((torch.is_grad_enabled(), batch.micro_batch, *kept_bytes(batch)))
-        _BATCHES[:] = [each for each in _BATCHES if each.kept]
-        LIVE_BYTES.append(sum(sum(kept_bytes(each)) for each in _BATCHES))
+        SAVED.append((torch.is_grad_enabled(), batch.micro_batch, *saved_bytes(batch)))
+        _BATCHES[:] = [each for each in _BATCHES if each.saved_outputs]
+        LIVE_BYTES.append(sum(sum(saved_bytes(each)) for each in _BATCHES))
         return result
 
     pretrain.Trainer.forward_step = watched

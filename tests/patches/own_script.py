@@ -25,7 +25,7 @@ from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron_nsp.mcore import parallel_state  # noqa: E402
 from megatron_nsp.mcore.loss import per_token_loss  # noqa: E402
 from megatron_nsp.mcore.model import model_config  # noqa: E402
-from megatron_nsp.mcore.params import NestedSeqParams  # noqa: E402
+from megatron_nsp.mcore.packed_seq_params import NestedSeqParams  # noqa: E402
 from megatron_nsp.mcore.pretrain import Trainer  # noqa: E402
 
 found: dict[str, Any] = {}

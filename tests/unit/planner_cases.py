@@ -46,7 +46,7 @@ def ready_policies(tree: SPTree) -> list[str]:
 
 
 def brute_force_us(times: SampleTimes, token_budget: int | None = None) -> float:
-    """The least load of all plans in one pass, without bias, node latency included."""
+    """The least load of all plans in one micro-batch, without bias, node latency included."""
     tree, num_samples, group = times.tree, len(times.lengths), times.expert_degree
     nodes = [(k, i) for k, d in enumerate(tree.degrees) for i in range(tree.num_ranks // d)]
     covers = np.zeros((len(nodes), tree.num_ranks))

@@ -89,7 +89,7 @@ def test_b_every_laminar_schedule_is_a_tree_schedule_with_the_same_makespan(seed
     plan = Plan.from_nodes(tree, lengths, nodes)
     each = np.array(lengths)[:, None] / np.array(tree.degrees)
     times = SampleTimes(tree, plan.lengths, each, 2 * each, np.zeros(5), 0.0)
-    column = tree.num_depths - 1 - plan.depth
+    column = tree.column_of_depth(plan.depth)
     score = times.score(column, plan.index, plan.micro_batch, 1)
     assert score.load_us == pytest.approx(3 * max(loads))
     assert sorted(score.fwd_us[0]) == pytest.approx(sorted(loads))

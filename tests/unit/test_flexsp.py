@@ -14,7 +14,7 @@ from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import ExchangeRate, load_profile
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.planner import Batch, PassProblem, plan_batch
+from megatron_nsp.planner import BatchProblem, MicroBatchProblem, plan_batch
 from megatron_nsp.planner.policies import flexsp
 from megatron_nsp.planner.policies.flexsp_buckets import bucket_starts, micro_batch_starts
 from megatron_nsp.planner.policies.flexsp_milp import (
@@ -89,7 +89,7 @@ def test_the_cuts_of_the_docstring() -> None:
     assert bucket_starts(lengths, 3).tolist() == [0, 3, 6]
 
 
-def brute_force_ns(problem: PassProblem, most_groups: dict[int, int]) -> int | None:
+def brute_force_ns(problem: MicroBatchProblem, most_groups: dict[int, int]) -> int | None:
     """The least time of the slowest group over all disjoint groups and all ways to fill them."""
     degrees = [problem.tree.degrees[k] for k in most_groups]
     best = None
@@ -126,7 +126,7 @@ def test_the_program_finds_the_best_disjoint_groups(cost, lengths, budget) -> No
     tree = cost.tree
     if budget is not None and lengths[0] > budget * tree.max_degree:
         return
-    problem = Batch(cost.sample_times(lengths), budget).problem
+    problem = BatchProblem(cost.sample_times(lengths), budget).in_one_micro_batch
     least = [min(d for d in tree.degrees if budget is None or n <= budget * d) for n in lengths]
     largest, taken = max(least), max(least) * least.count(max(least))
     most = {
@@ -159,7 +159,9 @@ def test_degree_one_is_offered_only_where_there_is_no_other() -> None:
 
 def test_small_groups_are_cut_by_the_ranks_that_memory_forces() -> None:
     """Two samples of 350 tokens need four of the sixteen ranks each: eight are left for pairs."""
-    problem = Batch(FITTED.sample_times(np.array([350, 350, 150, 20])), 100).problem
+    problem = BatchProblem(
+        FITTED.sample_times(np.array([350, 350, 150, 20])), 100
+    ).in_one_micro_batch
     degrees = problem.degrees[offered_groups(problem)].tolist()
     assert degrees == [16, 8, 8, *[4] * 4, *[2] * 4]
 
@@ -181,11 +183,11 @@ def test_a_whole_plan_is_disjoint_complete_and_as_good_as_static_but_for_roundin
 
 
 def test_more_micro_batches_are_used_only_if_they_pay(monkeypatch) -> None:
-    """A fourfold bias never pays off; without any, long samples in a pass of their own do."""
+    """A fourfold bias never pays off; without any, long samples in one of their own do."""
     lengths = [16_000, *[500] * 40]
     solved = []
 
-    def watched(problem: PassProblem, limit: SolverLimit):
+    def watched(problem: MicroBatchProblem, limit: SolverLimit):
         solved.append(problem.num_samples)
         return place_in_groups(problem, limit)
 
@@ -195,7 +197,7 @@ def test_more_micro_batches_are_used_only_if_they_pay(monkeypatch) -> None:
     assert solved == [41]  # the bounds of two to five micro-batches say enough
 
 
-def test_a_fixed_number_of_passes_carries_the_shortest() -> None:
+def test_a_fixed_number_of_micro_batches_carries_the_shortest() -> None:
     lengths = [4000, 4000, 3000, 1000, 500, 500]
     cost = workstation(4, (1, 2, 4))
     how = {"token_budget": 2000, "policy": "flexsp"}
@@ -203,7 +205,7 @@ def test_a_fixed_number_of_passes_carries_the_shortest() -> None:
     result.plan.validate()
     assert result.plan.carried.tolist() == [2, 3, 4, 5]
     whole = plan_batch(lengths, cost.tree, cost, num_micro_batches=2, **how)
-    assert whole.report.num_passes == 2 and not len(whole.plan.carried)
+    assert whole.report.num_micro_batches_used == 2 and not len(whole.plan.carried)
 
 
 def test_what_no_grouping_holds_is_carried_too() -> None:

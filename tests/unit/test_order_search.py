@@ -11,7 +11,7 @@ from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.schedule import build_schedule
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.simulator.network import active_paths
+from megatron_nsp.simulator.active_paths import active_paths
 from megatron_nsp.simulator.order_search import choose_orders, layers_end_us, orders_of_trees
 from megatron_nsp.testing.random_plans import (
     random_native_nodes,

@@ -43,8 +43,7 @@ def test_every_sample_is_in_exactly_one_stream_and_json_keeps_everything() -> No
         plan = random_plan(rng, tree, random_lengths(rng, 12, 40))
         batches = [rng.randint(CARRIED, 2) for _ in range(plan.num_samples)]
         nodes = [
-            plan.node_of(j) if batches[j] >= 0 else Node(tree.num_depths - 1, 0)
-            for j in range(plan.num_samples)
+            plan.node_of(j) if batches[j] >= 0 else tree.node(1, 0) for j in range(plan.num_samples)
         ]
         plan = Plan.from_nodes(tree, plan.lengths, nodes, batches, 3)
         held = [

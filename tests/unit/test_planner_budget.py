@@ -11,7 +11,7 @@ import pytest
 
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.cost_model import CostModel
-from megatron_nsp.planner import PassProblem, PassState, plan_batch
+from megatron_nsp.planner import MicroBatchProblem, MicroBatchState, plan_batch
 from megatron_nsp.planner.search.beam import beam
 from megatron_nsp.planner.search.fill import fill_leaves, predicted_ns
 from megatron_nsp.planner.search.prefix import PrefixPacker
@@ -23,12 +23,14 @@ TREE = FOUR.tree
 ANY_LOAD_NS = 10**15
 
 
-def problem_of(lengths: list[int] | IntArray, budget: int, cost: CostModel = FOUR) -> PassProblem:
+def problem_of(
+    lengths: list[int] | IntArray, budget: int, cost: CostModel = FOUR
+) -> MicroBatchProblem:
     longest_first = np.sort(np.array(lengths, dtype=np.int64))[::-1].copy()
-    return PassProblem.from_times(cost.sample_times(longest_first), budget)
+    return MicroBatchProblem.from_times(cost.sample_times(longest_first), budget)
 
 
-def tight_problems(count: int, multiple_of: int = 1) -> Iterator[PassProblem]:
+def tight_problems(count: int, multiple_of: int = 1) -> Iterator[MicroBatchProblem]:
     """Small samples that hold about as many tokens as the ranks may; none is too long alone."""
     rng = np.random.default_rng(0)
     for _ in range(count):
@@ -38,7 +40,7 @@ def tight_problems(count: int, multiple_of: int = 1) -> Iterator[PassProblem]:
         yield problem_of(lengths[np.cumsum(lengths) <= total], budget)
 
 
-def recount(state: PassState) -> IntArray:
+def recount(state: MicroBatchState) -> IntArray:
     """`[P]` tokens of each rank from the placed samples alone."""
     tokens = np.zeros(state.problem.tree.num_ranks, dtype=np.int64)
     for k, degree in enumerate(state.problem.tree.degrees):
@@ -49,15 +51,15 @@ def recount(state: PassState) -> IntArray:
     return tokens
 
 
-def fits_at(state: PassState, sample: int, k: int, node: int) -> bool:
+def fits_at(state: MicroBatchState, sample: int, k: int, node: int) -> bool:
     trial = state.copy()
     trial.add(k, np.array([sample]), np.array([node]))
     return bool(recount(trial).max() <= budget_of(state.problem))
 
 
-def begun(problem: PassProblem, seed: int) -> PassState:
+def begun(problem: MicroBatchProblem, seed: int) -> MicroBatchState:
     """A state with about half of the samples on nodes drawn at random, within the budget."""
-    rng, state = np.random.default_rng(seed), PassState(problem)
+    rng, state = np.random.default_rng(seed), MicroBatchState(problem)
     for sample in np.flatnonzero(rng.random(problem.num_samples) < 0.5).tolist():
         k = int(rng.integers(len(problem.tree.degrees)))
         node = int(rng.integers(problem.tree.num_ranks // problem.tree.degrees[k]))
@@ -66,7 +68,7 @@ def begun(problem: PassProblem, seed: int) -> PassState:
     return state
 
 
-def budget_of(problem: PassProblem) -> int:
+def budget_of(problem: MicroBatchProblem) -> int:
     assert problem.token_budget is not None
     return problem.token_budget
 
@@ -118,7 +120,7 @@ def test_leftovers_go_anywhere_they_fit() -> None:
 def test_a_leftover_may_take_the_last_tokens_of_a_rank_whose_slice_does_not_grow() -> None:
     """A root stream of 3 tokens has slices 0 0 1 0 0 1 0 1; with 9 more 1 2 1 2 1 2 1 2."""
     problem = problem_of([9, 4, 4, 4, 4, 3, 3, 3, 3, 3], 5, EIGHT)
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     state.add(3, np.array([9]), np.array([0]))
     state.add(0, np.arange(1, 9), np.array([0, 2, 4, 6, 1, 3, 5, 7]))
     assert recount(state).tolist() == [4, 3, 5, 3, 4, 4, 4, 4]
@@ -127,7 +129,7 @@ def test_a_leftover_may_take_the_last_tokens_of_a_rank_whose_slice_does_not_grow
 
 
 def test_a_move_may_use_up_the_budget_and_is_undone_where_it_breaks_it() -> None:
-    state = PassState(problem_of([5, 4, 3, 2, 1], 5))
+    state = MicroBatchState(problem_of([5, 4, 3, 2, 1], 5))
     state.add(0, np.arange(5), np.array([0, 1, 2, 3, 3]))
     for sample, node, may_move in ((3, 1, False), (4, 1, True), (4, 0, False), (3, 2, True)):
         before = state.copy()
@@ -162,7 +164,7 @@ def test_a_forecast_counts_on_the_room_that_ranks_have(budget: int, tokens_on_ra
     fwd_ns = np.where(problem.lengths == 10, 1, 1000)[:, None].repeat(3, axis=1)
     none_ns = np.zeros(3, dtype=np.int64)
     dear = replace(problem, fwd_ns=fwd_ns, bwd_ns=fwd_ns, total_ns=2 * fwd_ns, latency_ns=none_ns)
-    state = PassState(dear)
+    state = MicroBatchState(dear)
     state.add(0, np.arange(3), np.array([1, 2, 3]))
     expected_ns = 2000 * tokens_on_rank_0
     assert predicted_ns(state, np.arange(3, 13)) == pytest.approx(expected_ns, rel=0.01)
@@ -194,12 +196,18 @@ def test_samples_that_fill_the_budget_exactly_are_placed(name: str) -> None:
     assert places is not None and recount(packer.state(places)).max() == problem.token_budget
     states = beam(problem, problem.num_samples, ANY_LOAD_NS)
     assert states and recount(states[0]).max() == problem.token_budget
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     assert not len(state.place_anywhere(np.arange(problem.num_samples)))
     assert recount(state).max() == problem.token_budget
 
 
-@pytest.mark.parametrize(("lengths", "num_passes"), [([5, 5, 5, 3, 2], 1), ([5, 5, 5, 3, 3], 2)])
-def test_a_pass_is_opened_only_for_the_token_too_many(lengths: list[int], num_passes: int) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "num_micro_batches"), [([5, 5, 5, 3, 2], 1), ([5, 5, 5, 3, 3], 2)]
+)
+def test_a_micro_batch_is_opened_only_for_the_token_too_many(
+    lengths: list[int], num_micro_batches: int
+) -> None:
     result = plan_batch(lengths, TREE, FOUR, token_budget=5, num_micro_batches=4)
-    assert result.report.num_passes == num_passes and not len(result.plan.carried)
+    assert result.report.num_micro_batches_used == num_micro_batches and not len(
+        result.plan.carried
+    )

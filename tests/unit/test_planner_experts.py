@@ -12,7 +12,7 @@ from megatron_nsp.cost.models import known_model
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.planner import Batch, PassState, Placement, plan_batch
+from megatron_nsp.planner import BatchProblem, MicroBatchState, Placement, plan_batch
 from megatron_nsp.planner.search.experts import (
     relieve,
     search_with_experts,
@@ -21,8 +21,7 @@ from megatron_nsp.planner.search.experts import (
 )
 from megatron_nsp.planner.search.search import search
 from megatron_nsp.simulator import simulate_plan
-from megatron_nsp.steps.lengths import Batch as Lengths
-from megatron_nsp.steps.lengths import draw_batch, load_table
+from megatron_nsp.steps.lengths import DrawnLengths, draw_batch, load_table
 from megatron_nsp.testing.random_plans import random_plan
 from megatron_nsp.testing.scorer import score_plan
 from tests.unit.planner_cases import A3B, moe
@@ -31,8 +30,8 @@ from tests.unit.planner_cases import A3B, moe
 @pytest.mark.parametrize("expert_degree", [2, 4, 8, 16])
 def test_plans_score_as_the_independent_formulas_say(expert_degree: int) -> None:
     cost, rng = moe(16, expert_degree), random.Random(expert_degree)
-    cost = dataclasses.replace(cost, recompute=rng.choice(("none", "attention", "full")))
-    constants = report(plan_batch([1], cost.tree, cost), cost, Lengths(np.array([1]), 0, 0))
+    cost = dataclasses.replace(cost, recompute=rng.choice(("none", "selective", "full")))
+    constants = report(plan_batch([1], cost.tree, cost), cost, DrawnLengths(np.array([1]), 0, 0))
     for _ in range(20):
         lengths = [int(50_000 ** rng.random()) for _ in range(rng.randint(1, 20))]
         plan = random_plan(rng, cost.tree, lengths)
@@ -70,7 +69,7 @@ def test_dealing_anew_is_never_slower_and_keeps_groups_and_budget(seed: int) -> 
     cost = moe(16, rng.choice((2, 4, 8, 16)))
     lengths = np.sort([int(60_000 ** rng.random()) for _ in range(rng.randint(1, 80))])[::-1].copy()
     budget = None if seed % 2 else int(lengths.sum()) // 10 + int(lengths[0]) // 8 + 1
-    problem = Batch(cost.sample_times(lengths), budget).problem
+    problem = BatchProblem(cost.sample_times(lengths), budget).in_one_micro_batch
     before = search(problem)
     after = share_experts(problem, before)
     assert shared_load_ns(problem, after) <= shared_load_ns(problem, before)
@@ -84,12 +83,14 @@ def test_dealing_anew_is_never_slower_and_keeps_groups_and_budget(seed: int) -> 
 def test_the_load_without_latency_is_the_score_s() -> None:
     cost = moe(16, 8)
     lengths = np.array([40_000, 9000, 700, 60, 5])
-    batch = Batch(cost.sample_times(lengths), None)
-    placement = search(batch.problem)
+    batch = BatchProblem(cost.sample_times(lengths), None)
+    placement = search(batch.in_one_micro_batch)
     score = batch.times.score(placement.column, placement.index, np.zeros(5, dtype=np.int64), 1)
     expected = score.fwd_us.max() + score.bwd_us.max()
-    assert shared_load_ns(batch.problem, placement) == pytest.approx(1000 * expected, abs=50)
-    fwd_ns, bwd_ns = batch.problem.own_ns
+    assert shared_load_ns(batch.in_one_micro_batch, placement) == pytest.approx(
+        1000 * expected, abs=50
+    )
+    fwd_ns, bwd_ns = batch.in_one_micro_batch.own_ns
     assert (fwd_ns > 0).all() and (bwd_ns > 0).all()
 
 
@@ -98,7 +99,7 @@ def test_a_real_batch_gains_and_the_simulation_agrees_with_the_prediction() -> N
     cost = moe(64, 64, (1, 2, 4, 8, 16, 32))
     lengths = draw_batch(load_table("paper-mix"), 2_000_000, 196_608, 0).lengths
     order = np.argsort(-lengths, kind="stable")
-    problem = Batch(cost.sample_times(lengths[order]), None).problem
+    problem = BatchProblem(cost.sample_times(lengths[order]), None).in_one_micro_batch
     placement = search(problem)
     shared_ns = shared_load_ns(problem, search_with_experts(problem, placement))
     assert shared_ns < 0.97 * shared_load_ns(problem, placement)
@@ -120,7 +121,7 @@ def test_a_rank_busy_with_one_long_sample_is_relieved() -> None:
     """It fits a leaf by itself, but not beside its part of the group's experts."""
     cost = moe(8, 8)
     lengths = np.array([60_000] + [2000] * 300)
-    problem = Batch(cost.sample_times(lengths), None).problem
+    problem = BatchProblem(cost.sample_times(lengths), None).in_one_micro_batch
     index = np.append(0, np.arange(300) % 7 + 1)
     alone = Placement(np.zeros(301, dtype=np.int64), index, 0)
     relieved = relieve(problem, alone)
@@ -138,13 +139,13 @@ def test_the_whole_of_it_is_never_slower_than_the_search_and_stays_in_the_budget
         ::-1
     ].copy()
     budget = None if seed % 2 else int(lengths.sum()) // 12 + int(lengths[0]) // 8 + 1
-    problem = Batch(cost.sample_times(lengths), budget).problem
+    problem = BatchProblem(cost.sample_times(lengths), budget).in_one_micro_batch
     before = search(problem)
     after = search_with_experts(problem, before)
     assert len(after.unplaced) <= len(before.unplaced)
     if len(after.unplaced) == len(before.unplaced):
         assert shared_load_ns(problem, after) <= shared_load_ns(problem, before)
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     for k in range(len(cost.tree.degrees)):
         samples = np.flatnonzero((after.column == k) & (after.index >= 0))
         state.add(k, samples, after.index[samples])

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_nsp.planner import PassProblem, PassState
+from megatron_nsp.planner import MicroBatchProblem, MicroBatchState
 from megatron_nsp.planner.search.fill import fill_leaves, fill_level
 from tests.unit.planner_cases import workstation
 
 FOUR = workstation(4, (1, 2, 4))
 
 
-def begun(dense_ratio: float, seed: int) -> PassState:
+def begun(dense_ratio: float, seed: int) -> MicroBatchState:
     """Four ranks of equal dense and unequal attention work, and a tail that can even it out.
 
     Attention takes half a forward more than dense work backward: 2.5 against 2 times as long where
@@ -27,13 +27,13 @@ def begun(dense_ratio: float, seed: int) -> PassState:
     bwd_ns = np.rint(dense_ratio * dense_ns + (dense_ratio + 0.5) * attention_ns).astype(np.int64)
     fwd_ns, bwd_ns = ((dense_ns + attention_ns)[:, None].repeat(3, 1), bwd_ns[:, None].repeat(3, 1))
     problem = replace(
-        PassProblem.from_times(FOUR.sample_times(lengths), None),
+        MicroBatchProblem.from_times(FOUR.sample_times(lengths), None),
         fwd_ns=fwd_ns,
         bwd_ns=bwd_ns,
         total_ns=fwd_ns + bwd_ns,
         latency_ns=np.zeros(3, dtype=np.int64),
     )
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     state.add(0, np.arange(4), np.arange(4))
     return state
 

@@ -17,7 +17,7 @@ from tests.unit.planner_cases import (
     ready_policies,
     workstation,
 )
-from tests.unit.test_planner_cost import constants
+from tests.unit.test_cost_model import constants
 
 
 def test_tiny_trees_are_planned_nearly_as_well_as_by_brute_force() -> None:

@@ -66,7 +66,7 @@ def test_usp_keeps_heads_inside_a_host_and_rings_take_what_heads_leave() -> None
 @pytest.mark.parametrize("seed", range(12))
 def test_every_node_has_the_split_that_takes_it_the_least_time(seed: int) -> None:
     rng = random.Random(seed)
-    cost = machine(10 ** rng.uniform(8.5, 11), recompute=rng.choice(("none", "attention")))
+    cost = machine(10 ** rng.uniform(8.5, 11), recompute=rng.choice(("none", "selective")))
     lengths = [int(200_000 ** rng.random()) for _ in range(9)]
     plan = with_cheapest_splits(random_plan(rng, cost.tree, lengths), cost)
     for node in plan.active_nodes():

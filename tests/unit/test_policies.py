@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.planner import Assignment, Batch, PassProblem, PassState, plan_batch, policy_names
+from megatron_nsp.planner import (
+    Assignment,
+    BatchProblem,
+    MicroBatchProblem,
+    MicroBatchState,
+    plan_batch,
+    policy_names,
+)
 from megatron_nsp.planner.policies import CHEAP, POLICIES, check_can_train, portfolio_of
 from megatron_nsp.planner.policies.algorithm_1 import Algorithm1, place_algorithm_1
 from megatron_nsp.planner.policies.dynamic_cp import memory_minimum_columns, place_dynamic_cp
@@ -23,9 +30,9 @@ EIGHT = workstation(8, (1, 2, 4, 8))
 TWELVE = workstation(12, (1, 3, 6, 12))
 
 
-def problem_of(cost: CostModel, lengths: list[int], budget: int | None = None) -> PassProblem:
-    """One pass with these lengths, which are descending."""
-    return Batch(cost.sample_times(np.array(lengths)), budget).problem
+def problem_of(cost: CostModel, lengths: list[int], budget: int | None = None) -> MicroBatchProblem:
+    """One micro-batch with these lengths, which are descending."""
+    return BatchProblem(cost.sample_times(np.array(lengths)), budget).in_one_micro_batch
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -37,14 +44,14 @@ def problem_of(cost: CostModel, lengths: list[int], budget: int | None = None) -
     st.data(),
 )
 def test_every_plan_is_complete_or_carries_and_keeps_the_budget(
-    cost, lengths, budget, num_passes, data
+    cost, lengths, budget, num_micro_batches, data
 ) -> None:
     """Or the policy refuses in one line; and a second call gives the same plan."""
     names = [name for name in policy_names(cost.tree) if name != "flexsp-10s"]
     policy = data.draw(st.sampled_from(names))
 
     def plan():
-        how = {"token_budget": budget, "num_micro_batches": num_passes, "policy": policy}
+        how = {"token_budget": budget, "num_micro_batches": num_micro_batches, "policy": policy}
         return plan_batch(lengths, cost.tree, cost, **how).plan
 
     try:
@@ -59,12 +66,12 @@ def test_every_plan_is_complete_or_carries_and_keeps_the_budget(
     found.validate()
     assert found.digest == plan().digest
     assert budget is None or found.over_budget_tokens() == 0
-    if num_passes is None or budget is None:
+    if num_micro_batches is None or budget is None:
         assert not len(found.carried)
     if lengths:
         assert found.micro_batch[int(np.argmax(lengths))] >= 0
-    if num_passes is not None:
-        assert found.num_micro_batches == num_passes
+    if num_micro_batches is not None:
+        assert found.num_micro_batches == num_micro_batches
 
 
 def test_a_policy_that_never_gets_a_sample_placed_is_an_error_not_an_endless_run() -> None:
@@ -90,10 +97,10 @@ def test_the_portfolio_holds_the_cheap_policies_and_leaves_out_those_that_refuse
 
 
 def test_policies_from_elsewhere_are_called_by_name_and_listed() -> None:
-    def on_the_last_leaf(batch: Batch, max_passes: int) -> Assignment:
-        state, everything = PassState(batch.problem), np.arange(len(batch.lengths))
+    def on_the_last_leaf(batch: BatchProblem, max_micro_batches: int) -> Assignment:
+        state, everything = MicroBatchState(batch.in_one_micro_batch), np.arange(len(batch.lengths))
         state.add(0, everything, np.full(len(everything), 3))
-        return Assignment.of_passes(len(everything), [(everything, state.placement())])
+        return Assignment.of_placements(len(everything), [(everything, state.placement())])
 
     more = {"last-leaf": on_the_last_leaf}
     assert policy_names(FOUR.tree, more) == (*policy_names(FOUR.tree), "last-leaf")
@@ -117,14 +124,14 @@ def test_no_policy_of_the_portfolio_is_below_what_it_says_it_takes(cost, seed: i
     drawn_lengths = [int(50_000 ** rng.random()) for _ in range(rng.randint(1, 9))]
     lengths = np.array(sorted(drawn_lengths, reverse=True))
     budget = None if seed % 2 else int(lengths[0])
-    batch, num_bounded = Batch(cost.sample_times(lengths), budget), 0
+    batch, num_bounded = BatchProblem(cost.sample_times(lengths), budget), 0
     for name, policy in portfolio_of(cost.tree).items():
         try:
             assignment = policy(batch, len(lengths))
         except ValueError:
             continue
-        score = assignment.score(batch.times, assignment.num_passes)
-        least_us = score.load_no_latency_us - assignment.num_passes * score.bias_us
+        score = assignment.score(batch.times, assignment.num_micro_batches_used)
+        least_us = score.load_no_latency_us - assignment.num_micro_batches_used * score.bias_us
         assert policy.bound_us(batch) <= least_us * (1 + 1e-9), name
         num_bounded += policy.bound_us(batch) > 0.5 * least_us
     assert num_bounded
@@ -173,19 +180,21 @@ def test_basp_refuses_what_its_paper_leaves_open(cost, lengths, message) -> None
         plan_batch(lengths, cost.tree, cost, policy="basp")
 
 
-def test_basp_runs_equal_passes_under_a_budget_and_refuses_what_they_do_not_hold() -> None:
+def test_basp_runs_equal_micro_batches_under_a_budget_and_refuses_what_they_do_not_hold() -> None:
     how = {"token_budget": 600, "policy": "basp"}
     plan = plan_batch([600] * 16, EIGHT.tree, EIGHT, num_micro_batches=3, **how).plan
     assert plan.micro_batch.tolist() == [0] * 8 + [1] * 8
     assert plan.token_load(0).tolist() == plan.token_load(1).tolist() == [600] * 8
-    with pytest.raises(ValueError, match="no equal passes, at most 1, that hold 16 samples of 600"):
+    with pytest.raises(
+        ValueError, match="no equal micro-batches, at most 1, that hold 16 samples of 600"
+    ):
         plan_batch([600] * 16, EIGHT.tree, EIGHT, num_micro_batches=1, **how)
 
 
 # --- Algorithm 1 ----------------------------------------------------------------------------------
 
 
-def by_hand(problem: PassProblem, prefix_size: int, beam_width: int) -> int:
+def by_hand(problem: MicroBatchProblem, prefix_size: int, beam_width: int) -> int:
     """The paper's pseudocode, state by state in plain Python: the least max C."""
     tree = problem.tree
     nodes = [(tree.degrees.index(tree.degree(node)), tree.ranks(node)) for node in tree.nodes()]
@@ -226,7 +235,7 @@ def test_algorithm_1_is_the_pseudocode(prefix_size: int, beam_width: int) -> Non
         lengths = np.sort(np.exp(rng.uniform(4, 11, rng.integers(1, 9))).astype(int))[::-1]
         problem = problem_of(cost, lengths.tolist())
         placement = place_algorithm_1(problem, Algorithm1(prefix_size, beam_width))
-        state = PassState(problem)
+        state = MicroBatchState(problem)
         for k in range(len(cost.tree.degrees)):
             of_column = np.flatnonzero(placement.column == k)
             state.add(k, of_column, placement.index[of_column])
@@ -241,7 +250,10 @@ def test_algorithm_1_spreads_its_prefix_where_the_search_does_not() -> None:
     placement = place_algorithm_1(problem, Algorithm1(4, 1))
     assert placement.column[:4].tolist() == [3] * 4  # on all eight ranks, one after the other
     assert placement.column[4:].tolist() == [0] * 4
-    assert POLICIES["search"](Batch(cost.sample_times(problem.lengths), None), 1).column.max() == 0
+    assert (
+        POLICIES["search"](BatchProblem(cost.sample_times(problem.lengths), None), 1).column.max()
+        == 0
+    )
 
 
 def test_algorithm_1_puts_the_tail_where_every_sample_of_it_fits() -> None:
@@ -301,7 +313,7 @@ def test_a_tree_of_leaves_alone_is_served_by_all() -> None:
 def test_the_paper_s_rules_hold_in_algorithm_1(seed: int) -> None:
     rng = random.Random(seed)
     lengths = sorted((int(60_000 ** rng.random()) for _ in range(30)), reverse=True)
-    problem = Batch(FOUR.sample_times(np.array(lengths)), None).problem
+    problem = BatchProblem(FOUR.sample_times(np.array(lengths)), None).in_one_micro_batch
     rules = Algorithm1(prefix_size=12, is_monotone=True, leaf_degree=2)
     placement = place_algorithm_1(problem, rules)
     assert (np.diff(placement.column[:12]) <= 0).all()
@@ -309,6 +321,6 @@ def test_the_paper_s_rules_hold_in_algorithm_1(seed: int) -> None:
 
 
 def test_a_leaf_degree_that_the_tree_lacks_is_refused() -> None:
-    problem = Batch(FOUR.sample_times(np.array([9])), None).problem
+    problem = BatchProblem(FOUR.sample_times(np.array([9])), None).in_one_micro_batch
     with pytest.raises(ValueError, match=r"leaf degree 3 is not in the chain \[1, 2, 4\]"):
         place_algorithm_1(problem, Algorithm1(leaf_degree=3))

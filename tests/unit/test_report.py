@@ -17,7 +17,7 @@ from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.report.figures import bucket_edges, routing_shares, token_and_work_shares
-from megatron_nsp.simulator import IterationSettings
+from megatron_nsp.simulator import StepSettings
 from megatron_nsp.simulator.compare import Setting
 
 LOG = """\
@@ -290,7 +290,7 @@ def test_shares_that_the_figures_show() -> None:
     assert shares[:, 0].tolist() == [1, 0, 0]
     assert shares[:, 1].tolist() == [0.5, 0.5, 0] and shares[:, 4].tolist() == [0, 0, 1]
     cost = CostModel(load_profile("h100-ib"), known_model("qwen3-8b").shape(), tree)
-    setting = Setting(cost, None, None, 9000, IterationSettings())
+    setting = Setting(cost, None, None, 9000, StepSettings())
     tokens, work = token_and_work_shares(lengths, edges, setting)
     assert tokens.tolist() == pytest.approx(np.array([10, 3100, 0, 0, 9000]) / 12110)
     assert work.sum() == pytest.approx(1) and work[4] > tokens[4]

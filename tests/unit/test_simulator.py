@@ -10,7 +10,6 @@ import pytest
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.models import known_model
 from megatron_nsp.cost.profile import AttentionRate, load_profile
-from megatron_nsp.cost.saving import aware_of_saving, kept_output
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders, in_order
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
@@ -19,7 +18,7 @@ from megatron_nsp.plan.schedule import Step, build_schedule, communicates
 from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.simulator import IterationSettings, simulate_plan
+from megatron_nsp.simulator import StepSettings, simulate_plan
 from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.simulator.sharding import sharding_us
 from megatron_nsp.steps.lengths import draw_batch, load_table
@@ -132,7 +131,7 @@ def run_pass(
         clocks[rank][0] = max([clocks[rank][0], *ends])
 
 
-def event_loop_us(plan: Plan, cost: CostModel, settings: IterationSettings) -> float:
+def event_loop_us(plan: Plan, cost: CostModel, settings: StepSettings) -> float:
     """The step, with plain numbers and loops."""
     num_ranks, layers = plan.tree.num_ranks, cost.shape.num_layers
     clocks = [[0.0, 0.0] for _ in range(num_ranks)]
@@ -198,7 +197,7 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
         expert_flops_per_token=cost.shape.dense_flops_per_token / 2,
         expert_bytes_per_token=64.0,
     )
-    recompute = rng.choice(("none", "attention", "full"))
+    recompute = rng.choice(("none", "selective", "full"))
     cost = dataclasses.replace(cost, shape=shape, recompute=recompute)
     lengths = [int(30_000 ** rng.random()) for _ in range(rng.randint(1, 14))]
     plan = random_plan(rng, cost.tree, lengths)
@@ -208,9 +207,9 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
         plan = random_splits(rng, plan, shape.num_heads, shape.num_kv_heads)
         if seed % 2:
             plan = random_native_nodes(rng, plan)
-    settings = IterationSettings(
+    settings = StepSettings(
         overlap=bool(rng.getrandbits(1)),
-        saved=mark_saved(plan, kept_output(shape), rng.choice((0.0, 1e6, 1e12))),
+        saved=mark_saved(plan, shape.saved_sizes, rng.choice((0.0, 1e6, 1e12))),
         gather_us=rng.choice((0.0, 300.0)),
         scatter_us=rng.choice((0.0, 500.0)),
     )
@@ -221,7 +220,7 @@ def test_the_simulation_equals_an_event_loop_over_all_lists_of_steps(seed: int) 
 def test_the_parts_of_a_step_add_up_on_every_rank() -> None:
     cost = dataclasses.replace(cluster(16, 8), recompute="full")
     plan = random_plan(random.Random(2), cost.tree, [9000, 30, 4000, 12000, 700, 5000])
-    settings = IterationSettings(gather_us=200.0, scatter_us=300.0)
+    settings = StepSettings(gather_us=200.0, scatter_us=300.0)
     found = simulate_plan(plan, cost, settings)
     parts = ("attention", "dense", "recompute", "exposed", "waited", "sharding", "bias", "idle")
     total = sum(getattr(found, f"{part}_us") for part in parts)
@@ -234,8 +233,8 @@ def test_streaming_is_never_slower_for_one_path_and_hides_communication() -> Non
     cost = dataclasses.replace(cluster(8, 8), tree=tree)
     nodes = [tree.node(8, 0), *(tree.node(1, rank) for rank in range(8))]
     plan = Plan.from_nodes(tree, [64_000] + [8_000] * 8, nodes)
-    serial = simulate_plan(plan, cost, IterationSettings(overlap=False))
-    streamed = simulate_plan(plan, cost, IterationSettings(overlap=True))
+    serial = simulate_plan(plan, cost, StepSettings(overlap=False))
+    streamed = simulate_plan(plan, cost, StepSettings(overlap=True))
     assert streamed.step_us < serial.step_us
     assert streamed.exposed_us.sum() < 0.7 * serial.exposed_us.sum()
 
@@ -262,17 +261,17 @@ def test_what_rings_hide_is_the_planner_s_prediction(length: int, split: Split) 
     plan = Plan.from_nodes(cost.tree, [length, length // 3], [node] * 2, splits={(0, node): split})
     for overlap in (True, False):
         how = dataclasses.replace(cost, overlap=overlap)
-        found = simulate_plan(plan, how, IterationSettings(overlap=overlap))
+        found = simulate_plan(plan, how, StepSettings(overlap=overlap))
         assert found.step_us == pytest.approx(how.score(plan).load_us, rel=1e-9)
 
 
 def test_saving_more_recomputes_less() -> None:
-    cost = dataclasses.replace(cluster(16, 8), recompute="attention")
+    cost = dataclasses.replace(cluster(16, 8), recompute="selective")
     plan = random_plan(random.Random(4), cost.tree, [9000, 30, 4000, 12000, 700, 5000, 60])
-    output, before = kept_output(cost.shape), float("inf")
+    output, before = cost.shape.saved_sizes, float("inf")
     for tokens in (0.0, 3000.0, 6000.0, float("inf")):
         saved = mark_saved(plan, output, tokens * output.bytes_per_token)
-        settings = IterationSettings(saved=saved)
+        settings = StepSettings(saved=saved)
         redone = float(simulate_plan(plan, cost, settings).recompute_us.sum())
         assert redone < before
         before = redone
@@ -331,12 +330,12 @@ def test_attention_is_timed_by_its_length() -> None:
 
 
 def test_unknown_recomputation_is_refused() -> None:
-    with pytest.raises(ValueError, match="recompute must be one of none, attention, full, got all"):
+    with pytest.raises(ValueError, match="recompute must be one of none, selective, full, got all"):
         dataclasses.replace(cluster(4, 4), recompute="all")
 
 
 def test_planning_for_saved_outputs_takes_the_longest_that_ranks_have_room_for() -> None:
-    cost = dataclasses.replace(cluster(4, 4), recompute="attention", save_tokens=3000)
+    cost = dataclasses.replace(cluster(4, 4), recompute="selective", save_tokens=3000)
     plain = dataclasses.replace(cost, save_tokens=0)
     lengths = np.array([100, 8000, 3900, 5000])
     spared = plain.sample_times(lengths).bwd_us - cost.sample_times(lengths).bwd_us
@@ -355,13 +354,13 @@ def test_a_plan_that_knows_what_is_saved_is_faster() -> None:
     tree = SPTree.powers_of_two(16, 16)
     cost = CostModel(load_profile("h200-ib"), model.shape(), tree, recompute="full")
     steps = []
-    output = kept_output(cost.shape)
-    for known in (cost, aware_of_saving(cost, 12e9, output)):
+    output = cost.shape.saved_sizes
+    for known in (cost, cost.with_saving(12e9, output)):
         total = 0.0
         for seed in range(3):
             lengths = draw_batch(load_table("wikipedia"), 500_000, 100_000, seed).lengths
             plan = plan_batch(lengths, tree, known, policy="search").plan
             saved = mark_saved(plan, output, 12e9)
-            total += simulate_plan(plan, cost, IterationSettings(saved=saved)).step_us
+            total += simulate_plan(plan, cost, StepSettings(saved=saved)).step_us
         steps.append(total)
     assert steps[1] < 0.995 * steps[0]

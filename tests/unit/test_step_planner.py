@@ -89,9 +89,7 @@ def test_k3_a_run_resumed_at_the_end_of_an_epoch_has_all_of_the_next() -> None:
 
     for first_step in (0, 4, 8):
         sampler = BatchSampler(np.full(64, 64), 1024, 64, seed=1)
-        resumed = StepPlanner(
-            sampler, lambda b: plan_lengths(b.lengths), 0, can_carry=False, first_step=first_step
-        )
+        resumed = StepPlanner(sampler, lambda b: plan_lengths(b.lengths), 0, first_step=first_step)
         epoch = [resumed.next_step().batch.documents for _ in range(4)]
         resumed.close()
         assert sorted(np.concatenate(epoch).tolist()) == list(range(64))

@@ -3,6 +3,7 @@
 import functools
 import operator
 
+import numpy as np
 import pytest
 
 from megatron_nsp.plan.tree import Node, SPTree
@@ -79,3 +80,12 @@ def test_unknown_nodes_are_refused() -> None:
         tree.node(4, 2)
     with pytest.raises(ValueError, match=r"degree 8 is not in the chain \[1, 2, 4\]"):
         tree.node(8, 0)
+
+
+def test_columns_count_along_the_chain_and_depths_from_the_root() -> None:
+    tree = SPTree(12, (1, 3, 6))
+    for column, degree in enumerate(tree.degrees):
+        assert tree.degree_at(tree.depth_of_column(column)) == degree
+        assert tree.column_of_depth(tree.node(degree, 0).depth) == column
+    assert tree.column_of_depth(np.array([0, 2, 1, 0])).tolist() == [2, 0, 1, 2]
+    assert tree.depth_of_column(np.array([2, 0, 1])).tolist() == [0, 2, 1]

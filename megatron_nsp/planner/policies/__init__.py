@@ -2,9 +2,9 @@
 
 A policy is one of two kinds:
 
-* a `PassPolicy` places the samples of one micro-batch; `passes.assign` spreads a batch over passes
-  for it, under the token budget;
-* a `BatchPolicy` spreads the batch over passes by itself.
+* a `MicroBatchPolicy` places the samples of one micro-batch; `micro_batches.assign` spreads a batch
+  over micro-batches for it, under the token budget;
+* a `BatchPolicy` spreads the batch over micro-batches by itself.
 
 A policy of the portfolio also says what it cannot beat (`Rival`), so that it need not be worked out
 where the search is better for sure. `POLICIES` holds those that do not depend on the tree; the
@@ -28,23 +28,23 @@ from megatron_nsp.planner.policies.flexsp import plan_flexsp, plan_flexsp_10s
 from megatron_nsp.planner.policies.flexsp_milp import solver_modules
 from megatron_nsp.planner.policies.static import place_static
 from megatron_nsp.planner.policies.two_level import place_two_level
-from megatron_nsp.planner.search.evening import evened
+from megatron_nsp.planner.search.even_out import evened
 from megatron_nsp.planner.search.experts import search_with_experts
 from megatron_nsp.planner.search.micro_batches import (
     Assignment,
-    Batch,
     BatchPolicy,
-    PassPolicy,
-    by_passes,
+    BatchProblem,
+    MicroBatchPolicy,
+    as_batch_policy,
 )
 from megatron_nsp.planner.search.placement import Placement
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 from megatron_nsp.planner.search.search import search
 
 __all__ = [
     "CHEAP",
     "BatchPolicy",
-    "PassPolicy",
+    "MicroBatchPolicy",
     "Rival",
     "check_can_train",
     "policies_of",
@@ -52,18 +52,18 @@ __all__ = [
 ]
 
 
-def _finish(problem: PassProblem, placement: Placement) -> Placement:
-    """The last touches of the search, once the passes are settled."""
+def _finish(problem: MicroBatchProblem, placement: Placement) -> Placement:
+    """The last touches of the search, once the micro-batches are settled."""
     return search_with_experts(problem, evened(problem, placement))
 
 
 POLICIES: dict[str, BatchPolicy] = {
-    "search": by_passes(search, refine=_finish),
-    "two-level": by_passes(place_two_level),
-    "disjoint-lpt": by_passes(place_disjoint_lpt),
-    "megatron-dynamic-cp": by_passes(place_dynamic_cp),
+    "search": as_batch_policy(search, refine=_finish),
+    "two-level": as_batch_policy(place_two_level),
+    "disjoint-lpt": as_batch_policy(place_disjoint_lpt),
+    "megatron-dynamic-cp": as_batch_policy(place_dynamic_cp),
     "basp": plan_basp,
-    "algorithm-1": by_passes(place_algorithm_1),
+    "algorithm-1": as_batch_policy(place_algorithm_1),
     "flexsp": plan_flexsp,
     "flexsp-10s": plan_flexsp_10s,
 }
@@ -85,7 +85,7 @@ def check_can_train(name: str) -> None:
         solver_modules()
 
 
-Bound = Callable[[Batch], float]
+Bound = Callable[[BatchProblem], float]
 """Microseconds, without bias, that a policy's step takes at least."""
 
 
@@ -101,27 +101,27 @@ class Rival:
     place: BatchPolicy
     bound_us: Bound = lambda batch: 0.0
 
-    def __call__(self, batch: Batch, max_passes: int) -> Assignment:
+    def __call__(self, batch: BatchProblem, max_micro_batches: int) -> Assignment:
         """Places a batch."""
-        return self.place(batch, max_passes)
+        return self.place(batch, max_micro_batches)
 
 
 def _static(degree: int) -> Rival:
-    def bound_us(batch: Batch) -> float:
+    def bound_us(batch: BatchProblem) -> float:
         k = batch.times.tree.degrees.index(degree)
         return _bound_at_us(batch.times, np.full(len(batch.lengths), k))
 
-    return Rival(by_passes(lambda problem: place_static(problem, degree)), bound_us)
+    return Rival(as_batch_policy(lambda problem: place_static(problem, degree)), bound_us)
 
 
-def _two_level_bound_us(batch: Batch) -> float:
+def _two_level_bound_us(batch: BatchProblem) -> float:
     """The bound over its two degrees; of fewer than three it is the search's, which says little."""
     last = len(batch.times.tree.degrees) - 1
     return work_bound_us(batch.times.at_degrees((0, last))) if last > 1 else 0.0
 
 
-def _dynamic_cp_bound_us(batch: Batch) -> float:
-    fits = batch.problem.fits_alone()
+def _dynamic_cp_bound_us(batch: BatchProblem) -> float:
+    fits = batch.in_one_micro_batch.fits_alone()
     return _bound_at_us(batch.times, fits.argmax(axis=1)) if fits.any(axis=1).all() else 0.0
 
 

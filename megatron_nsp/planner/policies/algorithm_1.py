@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_nsp.arrays import BoolArray, IntArray
-from megatron_nsp.planner.search.placement import UNPLACED, PassState, Placement
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import UNPLACED, MicroBatchState, Placement
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Nodes:
     covers: BoolArray
 
     @classmethod
-    def of(cls, problem: PassProblem) -> "_Nodes":
+    def of(cls, problem: MicroBatchProblem) -> "_Nodes":
         counts = problem.tree.num_ranks // problem.degrees
         columns = range(len(counts) - 1, -1, -1)
         column = np.concatenate([np.full(counts[k], k) for k in columns])
@@ -82,7 +82,7 @@ class _States:
     is_active: BoolArray
 
 
-def place_algorithm_1(problem: PassProblem, rules: Algorithm1 | None = None) -> Placement:
+def place_algorithm_1(problem: MicroBatchProblem, rules: Algorithm1 | None = None) -> Placement:
     """The state of the beam with the least max C once the tail is placed.
 
     Raises:
@@ -102,7 +102,7 @@ def place_algorithm_1(problem: PassProblem, rules: Algorithm1 | None = None) -> 
     )
     for sample in range(num_prefix):
         states = _extended(problem, nodes, states, sample, rules)
-    best: tuple[int, int, PassState] | None = None
+    best: tuple[int, int, MicroBatchState] | None = None
     for node in states.node:
         state, num_left = _completed(problem, nodes, node, rules)
         key = num_left, int((state.fwd_ns + state.bwd_ns).max())
@@ -113,7 +113,7 @@ def place_algorithm_1(problem: PassProblem, rules: Algorithm1 | None = None) -> 
 
 
 def _extended(
-    problem: PassProblem, nodes: _Nodes, states: _States, sample: int, rules: Algorithm1
+    problem: MicroBatchProblem, nodes: _Nodes, states: _States, sample: int, rules: Algorithm1
 ) -> _States:
     """The w best of all states extended by one sample; the same states if it fits nowhere."""
     latency_ns = np.where(states.is_active, 0, 2 * problem.latency_ns[nodes.column])
@@ -148,7 +148,7 @@ def _extended(
     )
 
 
-def _fullest(problem: PassProblem, values: IntArray) -> IntArray:
+def _fullest(problem: MicroBatchProblem, values: IntArray) -> IntArray:
     """`[w, N]` the largest of the ranks' values in each node, roots first."""
     by_degree = [
         values.reshape(len(values), -1, degree).max(axis=2)
@@ -158,10 +158,10 @@ def _fullest(problem: PassProblem, values: IntArray) -> IntArray:
 
 
 def _completed(
-    problem: PassProblem, nodes: _Nodes, node: IntArray, rules: Algorithm1
-) -> tuple[PassState, int]:
+    problem: MicroBatchProblem, nodes: _Nodes, node: IntArray, rules: Algorithm1
+) -> tuple[MicroBatchState, int]:
     """A state with the tail on the leaf units, and how many samples are left over."""
-    state, prefix = PassState(problem), np.flatnonzero(node != UNPLACED)
+    state, prefix = MicroBatchState(problem), np.flatnonzero(node != UNPLACED)
     column, index = nodes.column[node[prefix]], nodes.index[node[prefix]]
     for k in range(len(problem.degrees)):
         chosen = column == k

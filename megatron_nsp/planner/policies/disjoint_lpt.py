@@ -1,4 +1,4 @@
-"""Disjoint groups of different degrees: every rank belongs to one group for the whole pass.
+"""Disjoint groups of different degrees: every rank belongs to one group for a micro-batch.
 
 What dynamic sequence parallelism does without nesting (FlexSP, Megatron's hybrid context
 parallel). For a time M every sample takes its cheapest degree that stays below M, and a degree
@@ -11,8 +11,8 @@ import numpy as np
 
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.planner.policies.static import place_static
-from megatron_nsp.planner.search.placement import PassState, Placement, exact_sums
-from megatron_nsp.planner.search.problem import PassProblem, cheapest_columns
+from megatron_nsp.planner.search.placement import MicroBatchState, Placement, exact_sums
+from megatron_nsp.planner.search.problem import MicroBatchProblem, cheapest_columns
 
 RATIO, MAX_STEPS = 1.02, 256
 """Times M tried: the lower bound times 1.02^step; the last is over a hundred times the bound."""
@@ -21,7 +21,7 @@ NUM_FINISHED = 2
 """Partitions worked out, from the least M that has one."""
 
 
-def place_disjoint_lpt(problem: PassProblem) -> Placement:
+def place_disjoint_lpt(problem: MicroBatchProblem) -> Placement:
     """The best of a few partitions into disjoint groups."""
     step, failed = 1, -1
     while step < MAX_STEPS and _partition(problem, step) is None:
@@ -44,7 +44,7 @@ def place_disjoint_lpt(problem: PassProblem) -> Placement:
     return place_static(problem, problem.tree.max_degree) if best is None else best[2]
 
 
-def _partition(problem: PassProblem, step: int) -> tuple[IntArray, IntArray] | None:
+def _partition(problem: MicroBatchProblem, step: int) -> tuple[IntArray, IntArray] | None:
     """Columns of the samples and groups of each column for one M; None if ranks do not suffice."""
     limit_ns = RATIO**step * max(problem.bound_ns, 1)
     degrees, column = problem.degrees, cheapest_columns(problem, int(limit_ns))
@@ -56,7 +56,7 @@ def _partition(problem: PassProblem, step: int) -> tuple[IntArray, IntArray] | N
     return column, grow(problem, groups, degree_ns)
 
 
-def grow(problem: PassProblem, groups: IntArray, degree_ns: IntArray) -> IntArray:
+def grow(problem: MicroBatchProblem, groups: IntArray, degree_ns: IntArray) -> IntArray:
     """Hands the ranks left over to the degrees whose groups have most to do.
 
     Args:
@@ -80,8 +80,8 @@ def grow(problem: PassProblem, groups: IntArray, degree_ns: IntArray) -> IntArra
 
 
 def place_on_groups(
-    problem: PassProblem, column: IntArray, groups: IntArray
-) -> tuple[PassState, int]:
+    problem: MicroBatchProblem, column: IntArray, groups: IntArray
+) -> tuple[MicroBatchState, int]:
     """The samples on the groups of their degree, and how many found no room.
 
     Large groups come first, so every group is an aligned block of ranks: a node.
@@ -91,7 +91,7 @@ def place_on_groups(
         column: `[n]` column of each sample's degree.
         groups: `[K+1]` groups of each degree.
     """
-    state, first_rank, left = PassState(problem), 0, 0
+    state, first_rank, left = MicroBatchState(problem), 0, 0
     for k in range(len(groups) - 1, -1, -1):
         degree = problem.tree.degrees[k]
         nodes = range(first_rank // degree, first_rank // degree + int(groups[k]))

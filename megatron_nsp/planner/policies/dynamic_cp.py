@@ -8,7 +8,7 @@ the policy megatron-hybrid-cp (mcore/hybrid_cp.py); this is the idea alone, in o
 The degree follows from the token budget; without one every sample fits a single rank. Each degree
 gets the groups that its tokens fill, large degrees first, and ranks left over go to the degrees
 whose groups have most to do. Samples go to the groups of their degree longest first, each to the
-least loaded with room. Small samples for which no ranks are left wait for the next pass.
+least loaded with room. Small samples for which no ranks are left wait for the next micro-batch.
 """
 
 import numpy as np
@@ -16,10 +16,10 @@ import numpy as np
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.planner.policies.disjoint_lpt import grow, place_on_groups
 from megatron_nsp.planner.search.placement import Placement, exact_sums
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 
-def place_dynamic_cp(problem: PassProblem) -> Placement:
+def place_dynamic_cp(problem: MicroBatchProblem) -> Placement:
     """All samples at their memory-minimum degree, in disjoint groups."""
     column = memory_minimum_columns(problem)
     time_ns = problem.total_ns[np.arange(problem.num_samples), column]
@@ -28,13 +28,13 @@ def place_dynamic_cp(problem: PassProblem) -> Placement:
     return place_on_groups(problem, column, groups)[0].placement()
 
 
-def memory_minimum_columns(problem: PassProblem) -> IntArray:
+def memory_minimum_columns(problem: MicroBatchProblem) -> IntArray:
     """`[n]` the least degree at which each sample fits the token budget by itself."""
     column: IntArray = problem.fits_alone().argmax(axis=1)
     return column
 
 
-def _least_groups(problem: PassProblem, column: IntArray) -> IntArray:
+def _least_groups(problem: MicroBatchProblem, column: IntArray) -> IntArray:
     """`[K+1]` groups that hold the tokens of each degree, as far as there are ranks for them."""
     degrees, budget = problem.degrees, problem.token_budget
     groups = (np.bincount(column, minlength=len(degrees)) > 0).astype(np.int64)

@@ -31,64 +31,66 @@ from megatron_nsp.planner.policies.flexsp_milp import (
     offered_columns,
     place_in_groups,
 )
-from megatron_nsp.planner.search.micro_batches import Assignment, Batch
+from megatron_nsp.planner.search.micro_batches import Assignment, BatchProblem
 from megatron_nsp.planner.search.placement import Placement
 
-MORE_PASSES = 4
+MORE_MICRO_BATCHES = 4
 """Micro-batches tried beyond the least number."""
 
 NODE_LIMIT = SolverLimit(num_nodes=2000)
 TIME_LIMIT = SolverLimit(num_nodes=10**9, seconds=10.0)
 
 
-def plan_flexsp(batch: Batch, max_passes: int) -> Assignment:
+def plan_flexsp(batch: BatchProblem, max_micro_batches: int) -> Assignment:
     """FlexSP with its solver stopped by counting.
 
     Raises:
         ValueError: scipy is not installed.
     """
-    return _plan(batch, max_passes, NODE_LIMIT)
+    return _plan(batch, max_micro_batches, NODE_LIMIT)
 
 
-def plan_flexsp_10s(batch: Batch, max_passes: int) -> Assignment:
+def plan_flexsp_10s(batch: BatchProblem, max_micro_batches: int) -> Assignment:
     """FlexSP with its solver stopped by the clock, as the original.
 
     Raises:
         ValueError: scipy is not installed.
     """
-    return _plan(batch, max_passes, TIME_LIMIT)
+    return _plan(batch, max_micro_batches, TIME_LIMIT)
 
 
-def _plan(batch: Batch, max_passes: int, limit: SolverLimit) -> Assignment:
+def _plan(batch: BatchProblem, max_micro_batches: int, limit: SolverLimit) -> Assignment:
     """The best number of micro-batches, for as many of the samples as they hold."""
     num_samples, num_kept = len(batch.lengths), len(batch.lengths)
     if batch.token_budget is not None:
-        most = batch.token_budget * batch.times.tree.num_ranks * max_passes
+        most = batch.token_budget * batch.times.tree.num_ranks * max_micro_batches
         num_kept = int((np.cumsum(batch.lengths) <= most).sum())
     while num_kept:
         kept = np.arange(num_kept)
-        passes = _best_passes(batch.take(kept), max_passes, limit)
-        if passes is not None:
-            return Assignment.of_passes(num_samples, passes)
+        placements = _best_placements(batch.take(kept), max_micro_batches, limit)
+        if placements is not None:
+            return Assignment.of_placements(num_samples, placements)
         num_kept = num_kept * 3 // 4
-    return Assignment.of_passes(num_samples, [])
+    return Assignment.of_placements(num_samples, [])
 
 
-Passes = list[tuple[IntArray, Placement]]
+Placements = list[tuple[IntArray, Placement]]
 """Samples and placement of each micro-batch."""
 
 
-def _best_passes(batch: Batch, max_passes: int, limit: SolverLimit) -> Passes | None:
+def _best_placements(
+    batch: BatchProblem, max_micro_batches: int, limit: SolverLimit
+) -> Placements | None:
     """The micro-batches with the least predicted time; None if no number of them works."""
-    best: tuple[float, Passes] | None = None
+    best: tuple[float, Placements] | None = None
     least = 1
     if batch.token_budget is not None:
-        pass_tokens = batch.token_budget * batch.times.tree.num_ranks
-        least = -(-int(batch.lengths.sum()) // pass_tokens)
-    for num_passes in range(least, min(max_passes, len(batch.lengths)) + 1):
-        if best is not None and num_passes > least + MORE_PASSES:
+        micro_batch_tokens = batch.token_budget * batch.times.tree.num_ranks
+        least = -(-int(batch.lengths.sum()) // micro_batch_tokens)
+    for num_micro_batches in range(least, min(max_micro_batches, len(batch.lengths)) + 1):
+        if best is not None and num_micro_batches > least + MORE_MICRO_BATCHES:
             break
-        parts = list(_parts(batch, num_passes))
+        parts = list(_parts(batch, num_micro_batches))
         below_us = np.inf if best is None else best[0] * (1 - OPTIMAL_WITHIN)
         found = _solve(batch, parts, below_us, limit)
         if found is not None and (best is None or found[0] < best[0]):
@@ -96,35 +98,35 @@ def _best_passes(batch: Batch, max_passes: int, limit: SolverLimit) -> Passes | 
     return None if best is None else best[1]
 
 
-def _parts(batch: Batch, num_passes: int) -> Iterator[IntArray]:
-    starts = micro_batch_starts(batch.lengths, num_passes).tolist()
+def _parts(batch: BatchProblem, num_micro_batches: int) -> Iterator[IntArray]:
+    starts = micro_batch_starts(batch.lengths, num_micro_batches).tolist()
     for start, stop in zip(starts, [*starts[1:], len(batch.lengths)], strict=True):
         yield np.arange(start, stop)
 
 
 def _solve(
-    batch: Batch, parts: list[IntArray], below_us: float, limit: SolverLimit
-) -> tuple[float, Passes] | None:
+    batch: BatchProblem, parts: list[IntArray], below_us: float, limit: SolverLimit
+) -> tuple[float, Placements] | None:
     """Predicted time and placements; None as soon as they cannot be had below that time."""
     bounds_us = [_bound_us(batch.take(part)) for part in parts]
     total_us = sum(bounds_us) + len(parts) * batch.times.bias_us
-    passes: Passes = []
+    placements: Placements = []
     for part, bound_us in zip(parts, bounds_us, strict=True):
         if total_us >= below_us:
             return None
-        placement = place_in_groups(batch.take(part).problem, limit)
+        placement = place_in_groups(batch.take(part).in_one_micro_batch, limit)
         if placement is None:
             return None
         total_us += placement.load_ns / 1000.0 - bound_us
-        passes.append((part, placement))
-    return total_us, passes
+        placements.append((part, placement))
+    return total_us, placements
 
 
-def _bound_us(batch: Batch) -> float:
+def _bound_us(batch: BatchProblem) -> float:
     """Lower bound of a micro-batch at the degrees on offer; infinite where none fits a sample."""
-    degrees = batch.problem.degrees[:, None]
+    degrees = batch.in_one_micro_batch.degrees[:, None]
     sample_us = (batch.times.fwd_us + batch.times.bwd_us).T
-    is_offered = batch.problem.fits_alone().T
+    is_offered = batch.in_one_micro_batch.fits_alone().T
     is_offered[: offered_columns(len(degrees)).start] = False
     allowed_us = np.where(is_offered, sample_us, np.inf)
     return least_limit_us(allowed_us, sample_us * degrees, batch.times.tree.num_ranks)

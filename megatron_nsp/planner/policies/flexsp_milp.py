@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.planner.policies.flexsp_buckets import bucket_starts
-from megatron_nsp.planner.search.placement import PassState, Placement
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import MicroBatchState, Placement
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 NUM_BUCKETS = 16
 
@@ -47,7 +47,7 @@ class SolverLimit:
     seconds: float | None = None
 
 
-def place_in_groups(problem: PassProblem, limit: SolverLimit) -> Placement | None:
+def place_in_groups(problem: MicroBatchProblem, limit: SolverLimit) -> Placement | None:
     """Places one micro-batch in disjoint groups; None if the solver finds no way.
 
     Raises:
@@ -73,7 +73,7 @@ def offered_columns(num_degrees: int) -> range:
     return range(min(1, num_degrees - 1), num_degrees)
 
 
-def offered_groups(problem: PassProblem) -> IntArray:
+def offered_groups(problem: MicroBatchProblem) -> IntArray:
     """`[G]` column of each group on offer, the largest degrees first.
 
     As many of each degree as the ranks hold. Let s be the largest degree that memory forces on a
@@ -97,7 +97,7 @@ class _Program:
     """
 
     def __init__(
-        self, problem: PassProblem, starts: IntArray, counts: IntArray, columns: IntArray
+        self, problem: MicroBatchProblem, starts: IntArray, counts: IntArray, columns: IntArray
     ) -> None:
         self.problem, self.counts, self.columns = problem, counts, columns
         self.degrees = problem.degrees[columns]
@@ -166,7 +166,7 @@ class _Program:
         yield is_used, self.degrees.astype(float), -np.inf, float(self.problem.tree.num_ranks)
 
 
-def _placement(problem: PassProblem, shares: IntArray, columns: IntArray) -> Placement:
+def _placement(problem: MicroBatchProblem, shares: IntArray, columns: IntArray) -> Placement:
     """Groups side by side, the largest first: every one is an aligned block of ranks, a node.
 
     Of a bucket the longest samples go to the first groups.
@@ -175,7 +175,7 @@ def _placement(problem: PassProblem, shares: IntArray, columns: IntArray) -> Pla
     nodes = (np.cumsum(degrees) - degrees) // degrees
     groups = np.tile(np.arange(len(columns)), len(shares))
     group_of = np.repeat(groups, shares.reshape(-1))
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     for k in np.unique(columns):
         samples = np.flatnonzero(columns[group_of] == k)
         state.add(int(k), samples, nodes[group_of[samples]])

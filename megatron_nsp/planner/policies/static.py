@@ -6,12 +6,12 @@ samples go to them longest first, each to the group with least work (LPT).
 
 import numpy as np
 
-from megatron_nsp.planner.search.placement import PassState, Placement
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import MicroBatchState, Placement
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 
-def place_static(problem: PassProblem, degree: int) -> Placement:
+def place_static(problem: MicroBatchProblem, degree: int) -> Placement:
     """All samples at `degree`."""
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     state.place_level(problem.tree.degrees.index(degree), np.arange(problem.num_samples))
     return state.placement()

@@ -7,8 +7,8 @@ ones on all of them, and the best plan is kept.
 
 import numpy as np
 
-from megatron_nsp.planner.search.placement import PassState, Placement
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import MicroBatchState, Placement
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 CAPS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)
 """Caps on the time at a leaf, as shares of the lower bound."""
@@ -19,7 +19,7 @@ NUM_TRIED = 128
 NUM_FINISHED = 2
 
 
-def place_two_level(problem: PassProblem) -> Placement:
+def place_two_level(problem: MicroBatchProblem) -> Placement:
     """The best split into samples at the roots and samples at the leaves."""
     total_ns, num_ranks = problem.total_ns, problem.tree.num_ranks
     must_split = ~problem.fits_alone()[:, 0]
@@ -42,9 +42,11 @@ def place_two_level(problem: PassProblem) -> Placement:
     return best[2]
 
 
-def _place(problem: PassProblem, num_long: int, num_placed: int) -> tuple[PassState, int]:
+def _place(
+    problem: MicroBatchProblem, num_long: int, num_placed: int
+) -> tuple[MicroBatchState, int]:
     """The first samples placed, `num_long` of them at the roots; and how many found no room."""
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     left = state.place_level(len(problem.tree.degrees) - 1, np.arange(num_long))
     more_left = state.place_level(0, np.arange(num_long, num_placed))
     return state, len(left) + len(more_left)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.planner.search.placement import PassState
-from megatron_nsp.planner.search.problem import PassProblem, cheapest_columns
+from megatron_nsp.planner.search.placement import MicroBatchState
+from megatron_nsp.planner.search.problem import MicroBatchProblem, cheapest_columns
 
 _WIDTH = 16
 """States kept after each sample."""
@@ -46,7 +46,7 @@ class _States:
     index: IntArray
 
 
-def beam(problem: PassProblem, num_prefix: int, limit_ns: int) -> list[PassState]:
+def beam(problem: MicroBatchProblem, num_prefix: int, limit_ns: int) -> list[MicroBatchState]:
     """Placements of the first samples, the most promising first.
 
     Args:
@@ -80,7 +80,7 @@ def beam(problem: PassProblem, num_prefix: int, limit_ns: int) -> list[PassState
 
 
 def _children(
-    problem: PassProblem, states: _States, sample: int, rest_ns: int
+    problem: MicroBatchProblem, states: _States, sample: int, rest_ns: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """All extensions by one sample: parent, column, node, and `[c, 3]` the key and tie-breakers."""
     width, num_ranks = states.fwd_ns.shape
@@ -130,7 +130,7 @@ def _distinct(keys: IntArray) -> IntArray:
 
 
 def _extend(
-    problem: PassProblem,
+    problem: MicroBatchProblem,
     states: _States,
     sample: int,
     parents: IntArray,
@@ -160,6 +160,8 @@ def _extend(
     )
 
 
-def _as_state(problem: PassProblem, states: _States, row: int, num_prefix: int) -> PassState:
-    """One state of the beam, booked as a pass."""
-    return PassState.booked(problem, states.column[row], states.index[row])
+def _as_state(
+    problem: MicroBatchProblem, states: _States, row: int, num_prefix: int
+) -> MicroBatchState:
+    """One state of the beam, booked as that of a micro-batch."""
+    return MicroBatchState.booked(problem, states.column[row], states.index[row])

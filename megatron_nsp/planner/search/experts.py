@@ -10,9 +10,10 @@ What must be even inside a group is therefore everything but the experts. The se
 if a rank did the experts of its own tokens, which makes groups equally busy; here the leaves inside
 each group are dealt out anew, by all other work.
 
-A long sample is mostly attention: it keeps a rank busy for longer than its own tokens' experts say,
-since the rank also does its part of the others'. So a second search packs the long samples by what
-a rank has time for beside an even part of all experts' work; the faster of the two plans is taken.
+Groups are aligned blocks of E ranks, as nodes are; node i of degree d begins at rank i d:
+
+    E = 4     group    0 0 0 0 | 1 1 1 1        node 3 of degree 2 is ranks 6 7,
+              rank     0 1 2 3 | 4 5 6 7        in group 3 * 2 // 4 = 1
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.planner.search.placement import UNPLACED, PassState, Placement, exact_sums
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import UNPLACED, MicroBatchState, Placement, exact_sums
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 from megatron_nsp.planner.search.search import search
 
 _CLOSE = 0.01
@@ -36,8 +37,13 @@ _NUM_ROUNDS, _NUM_TRIED, _NUM_NODES = 8, 6, 2
 """Rounds of relief, samples of the busiest rank tried, and nodes of each degree."""
 
 
-def search_with_experts(problem: PassProblem, placement: Placement) -> Placement:
-    """The better of a placement of the search and of one that packs long samples with care."""
+def search_with_experts(problem: MicroBatchProblem, placement: Placement) -> Placement:
+    """The better of a placement of the search and of one that packs long samples with care.
+
+    A long sample is mostly attention: it keeps a rank busy for longer than its own tokens' experts
+    say, since the rank also does its part of the others'. So a second search packs the long samples
+    by what a rank has time for beside an even part of all experts' work.
+    """
     if not problem.shares_experts.any() or not problem.expert_ns.any():
         return placement
     careful = search(problem, _time_beside_experts_ns(problem))
@@ -49,7 +55,7 @@ def search_with_experts(problem: PassProblem, placement: Placement) -> Placement
     return min((best, moved), key=lambda each: shared_load_ns(problem, each))
 
 
-def _time_beside_experts_ns(problem: PassProblem) -> IntArray:
+def _time_beside_experts_ns(problem: MicroBatchProblem) -> IntArray:
     """`[n, K+1]` what fills a rank: all work, or work without experts in what they leave of it."""
     own_fwd_ns, own_bwd_ns = problem.own_ns
     even_ns = int(problem.expert_ns.sum()) / problem.tree.num_ranks
@@ -60,7 +66,7 @@ def _time_beside_experts_ns(problem: PassProblem) -> IntArray:
     )
 
 
-def share_experts(problem: PassProblem, placement: Placement) -> Placement:
+def share_experts(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """The placement with leaves dealt out anew inside each group, if that is faster."""
     if not problem.shares_experts.any() or not problem.expert_ns.any():
         return placement
@@ -69,12 +75,12 @@ def share_experts(problem: PassProblem, placement: Placement) -> Placement:
     return min(found, key=lambda each: shared_load_ns(problem, each))
 
 
-def shared_load_ns(problem: PassProblem, placement: Placement) -> int:
+def shared_load_ns(problem: MicroBatchProblem, placement: Placement) -> int:
     """Slowest forward plus slowest backward with the experts shared; node latency left out."""
     return _Loads.of(problem, placement).load_ns()
 
 
-def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
+def _even_groups(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """Leaves handed from the busiest group to the least busy one, until they are equally busy.
 
     A group is busy, in each pass, for the mean of its ranks, or for what one of them cannot pass
@@ -85,6 +91,7 @@ def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
     own, work = np.array(problem.own_ns)[:, :, 0], problem.expert_ns.T
     is_leaf = (placement.column == 0) & (placement.index != UNPLACED)
     leaves = np.flatnonzero(is_leaf)
+    # What stays: nodes above the leaves. Leaves are handed on, with their own work and experts'.
     fixed = _Loads.of(
         problem, Placement(placement.column, np.where(is_leaf, UNPLACED, placement.index), 0)
     )
@@ -100,6 +107,8 @@ def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
         longest = np.zeros((2, num_groups), dtype=np.int64)
         for which in range(2):
             np.maximum.at(longest[which], group_of, leaf_own[which])
+        # Two ranks with nodes of 3 and 5 and leaves of 1 and 8 are busy for their mean, 17 / 2: it
+        # is more than the 5 of one rank's nodes and the 8 of the longest leaf.
         pass_busy = (np.maximum(np.maximum(total / group, most), longest) + shared / group) / share
         busy = pass_busy.max(axis=0)
         high, low = int(busy.argmax()), int(busy.argmin())
@@ -110,19 +119,20 @@ def _even_groups(problem: PassProblem, placement: Placement) -> Placement:
         fits = gained < gap
         if gap < _EVEN * busy[high] or not fits.any():
             break
+        # Handing on g changes the gap to gap - 2 g: best is what comes closest to half of it.
         chosen = own_leaves[np.where(fits, np.abs(2 * gained - gap), np.inf).argmin()]
         for where, sign in ((high, -1), (low, 1)):
             total[:, where] += sign * leaf_own[:, chosen]
             shared[:, where] += sign * work[:, leaves[chosen]]
         group_of[chosen] = low
     index = placement.index.copy()
-    index[leaves] = group_of * group
+    index[leaves] = group_of * group  # any leaf of the group: they are dealt out anew
     return Placement(placement.column, index, 0)
 
 
-def _deal(problem: PassProblem, placement: Placement) -> Placement | None:
+def _deal(problem: MicroBatchProblem, placement: Placement) -> Placement | None:
     """Leaves dealt out inside their groups; None if the token budget has no room for some."""
-    state, group = PassState(problem), problem.expert_degree
+    state, group = MicroBatchState(problem), problem.expert_degree
     own_fwd_ns, own_bwd_ns = problem.own_ns
     own = own_fwd_ns + own_bwd_ns
     load = np.zeros(problem.tree.num_ranks, dtype=np.int64)
@@ -135,6 +145,7 @@ def _deal(problem: PassProblem, placement: Placement) -> Placement | None:
         load += np.repeat(exact_sums(placement.index[samples], own[samples, k], num_nodes), degree)
     at_leaf = np.flatnonzero((placement.column == 0) & (placement.index != UNPLACED))
     group_of = placement.index[at_leaf] // group
+    # Samples by group, longest first in each; groups have no leaf in common, so one after another.
     at_leaf = at_leaf[np.argsort(group_of, kind="stable")]
     counts = np.bincount(group_of, minlength=problem.tree.num_ranks // group)
     leaves = np.concatenate(
@@ -162,12 +173,12 @@ class _Loads:
         group_ns: `[2, P / E]` the shared experts' work of each group.
     """
 
-    problem: PassProblem
+    problem: MicroBatchProblem
     own_ns: IntArray
     group_ns: IntArray
 
     @classmethod
-    def of(cls, problem: PassProblem, placement: Placement) -> "_Loads":
+    def of(cls, problem: MicroBatchProblem, placement: Placement) -> "_Loads":
         """The loads of a placement."""
         num_ranks, group = problem.tree.num_ranks, problem.expert_degree
         loads = np.zeros((2, num_ranks), dtype=np.int64)
@@ -208,10 +219,10 @@ class _Loads:
         return int(self.rank_ns().max(axis=1).sum())
 
 
-def relieve(problem: PassProblem, placement: Placement) -> Placement:
+def relieve(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """Moves samples off the busiest rank to nodes of any degree, while it helps."""
     loads, own = _Loads.of(problem, placement), problem.own_ns
-    state = PassState.booked(problem, placement.column, placement.index)
+    state = MicroBatchState.booked(problem, placement.column, placement.index)
     for _ in range(_NUM_ROUNDS):
         before_ns, rank_ns = loads.load_ns(), loads.rank_ns().sum(axis=0)
         rank = int(rank_ns.argmax())

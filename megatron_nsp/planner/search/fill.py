@@ -22,7 +22,7 @@ and the best x is found by trying some. LPT then reaches the level within a shor
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.planner.search.placement import PassState, exact_sums
+from megatron_nsp.planner.search.placement import MicroBatchState, exact_sums
 
 _FIRST_PARTS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """Shares of the tail's time tried for part 1."""
@@ -82,7 +82,9 @@ def _raised_levels(
     return levels
 
 
-def _room_ns(state: PassState, tokens: IntArray, rest_ns: int, rest_tokens: int) -> IntArray | None:
+def _room_ns(
+    state: MicroBatchState, tokens: IntArray, rest_ns: int, rest_tokens: int
+) -> IntArray | None:
     """`[P]` time of the rest that each rank has token room for; None without a token budget."""
     budget = state.problem.token_budget
     if budget is None:
@@ -91,7 +93,7 @@ def _room_ns(state: PassState, tokens: IntArray, rest_ns: int, rest_tokens: int)
     return np.rint((budget - tokens) * ns_per_token).astype(np.int64)
 
 
-def predicted_ns(state: PassState, tail: IntArray) -> int:
+def predicted_ns(state: MicroBatchState, tail: IntArray) -> int:
     """The load that a fill with the samples of `tail` could reach if they were sand."""
     problem = state.problem
     latency_ns = np.where(state.stream_tokens[0] > 0, 0, problem.latency_ns[0])
@@ -109,7 +111,7 @@ def predicted_ns(state: PassState, tail: IntArray) -> int:
     return level_ns
 
 
-def fill_leaves(state: PassState, tail: IntArray) -> IntArray:
+def fill_leaves(state: MicroBatchState, tail: IntArray) -> IntArray:
     """Places the tail at the leaves.
 
     Args:
@@ -161,7 +163,7 @@ def _excess_ns(fwd_ns: IntArray, bwd_ns: IntArray, dense_ratio: float) -> IntArr
     return excess_ns
 
 
-def _leaf_sums(trial: PassState, samples: IntArray, values_ns: IntArray) -> IntArray:
+def _leaf_sums(trial: MicroBatchState, samples: IntArray, values_ns: IntArray) -> IntArray:
     """`[P]` sums of the values over the leaves where `trial` put the samples."""
     leaf = trial.index[samples]
     has_node = leaf >= 0

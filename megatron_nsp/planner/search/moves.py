@@ -1,8 +1,8 @@
 """Improving moves: a finished placement, polished by a fixed number of single changes.
 
-The load of a pass is set by one rank in forward and one in backward. Each round looks at samples on
-the paths of these two ranks, works out the load after moving each of them to every other node, and
-carries out the best move if it helps.
+The load of a micro-batch is set by one rank in forward and one in backward. Each round looks at
+samples on the paths of these two ranks, works out the load after moving each of them to every other
+node, and carries out the best move if it helps.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.planner.search.placement import PassState
+from megatron_nsp.planner.search.placement import MicroBatchState
 
 _NUM_ROUNDS = 12
 _NUM_CANDIDATES = 12
@@ -21,7 +21,7 @@ _LEAST_GAIN = 5e-4
 """A round that gains less than this share of the load is the last."""
 
 
-def improve(state: PassState) -> None:
+def improve(state: MicroBatchState) -> None:
     """Moves samples while it helps, at most a fixed number of times; changes the state in place."""
     for _ in range(_NUM_ROUNDS):
         load_ns = state.load_ns()
@@ -29,7 +29,7 @@ def improve(state: PassState) -> None:
             return
 
 
-def _candidates(state: PassState) -> IntArray:
+def _candidates(state: MicroBatchState) -> IntArray:
     """Samples on the paths of the slowest ranks: the longest and the shortest of them."""
     degrees = state.problem.degrees[state.column]
     is_critical = np.zeros(len(degrees), dtype=bool)
@@ -42,7 +42,7 @@ def _candidates(state: PassState) -> IntArray:
     return np.concatenate([samples[:half], samples[-half:]])
 
 
-def _best_move(state: PassState) -> bool:
+def _best_move(state: MicroBatchState) -> bool:
     """Carries out the best move of one candidate to another node; False if none helps."""
     samples = _candidates(state)
     if len(samples) == 0:
@@ -73,7 +73,7 @@ class Moves:
     fwd_ns: IntArray
     bwd_ns: IntArray
 
-    def carry_out_least(self, state: PassState, key: IntArray, below: int, most: int) -> bool:
+    def carry_out_least(self, state: MicroBatchState, key: IntArray, below: int, most: int) -> bool:
         """Makes the move of least key below a limit; the next ones if the budget forbids it."""
         for flat in np.argsort(key, axis=None, kind="stable")[:most].tolist():
             row, target = divmod(flat, len(self.targets))
@@ -84,14 +84,14 @@ class Moves:
         return False
 
 
-def loads_after_moves(state: PassState, samples: IntArray) -> Moves:
+def loads_after_moves(state: MicroBatchState, samples: IntArray) -> Moves:
     """The loads after moving each sample to each node."""
     problem, targets = state.problem, []
     left_fwd_ns, left_bwd_ns, opened = _loads_without(state, samples)
     fwd_ns: list[IntArray] = []
     bwd_ns: list[IntArray] = []
     for k, degree in enumerate(problem.tree.degrees):
-        shape = (len(samples), -1, degree)
+        shape = (len(samples), -1, degree)  # ranks 0 1 2 3 4 5 at degree 2: (0 1) (2 3) (4 5)
         latency_ns = np.where(opened[k], 0, problem.latency_ns[k])
         for found, left, own in (
             (fwd_ns, left_fwd_ns, problem.fwd_ns),
@@ -104,12 +104,13 @@ def loads_after_moves(state: PassState, samples: IntArray) -> Moves:
 
 
 def _loads_without(
-    state: PassState, samples: IntArray
+    state: MicroBatchState, samples: IntArray
 ) -> tuple[IntArray, IntArray, list[np.ndarray]]:
     """Loads and active nodes with each of the samples taken out, one row a sample."""
     problem = state.problem
     column, index = state.column[samples], state.index[samples]
     ranks = np.arange(problem.tree.num_ranks)
+    # Rank 5 lies in node 5 // 2 = 2 of degree 2, and in node 5 // 4 = 1 of degree 4.
     holds = ranks[None, :] // problem.degrees[column][:, None] == index[:, None]
     opened = [np.tile(tokens > 0, (len(samples), 1)) for tokens in state.stream_tokens]
     latency_ns = np.zeros(len(samples), dtype=np.int64)

@@ -1,11 +1,7 @@
 """Placing the samples of one micro-batch on the nodes of a tree, level by level.
 
-Everything here counts in whole nanoseconds and tokens: integer sums do not depend on their order,
-so plans are the same bits on every machine. Samples are sorted longest first, ties by sample
-number.
-
-The one primitive is `PassState.place_level`: longest processing time first (LPT) over the nodes of
-one degree, each sample to the node that it leaves least loaded.
+The one primitive is `MicroBatchState.place_level`: longest processing time first (LPT) over the
+nodes of one degree, each sample to the node that it leaves least loaded.
 """
 
 from dataclasses import dataclass
@@ -14,7 +10,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 UNPLACED = -1
 
@@ -26,7 +22,7 @@ def exact_sums(places: IntArray, values: IntArray, size: int) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the samples of a `PassProblem` go.
+    """Where the samples of a `MicroBatchProblem` go.
 
     Attributes:
         column: `[n]` column of each sample's degree.
@@ -44,7 +40,7 @@ class Placement:
         return np.flatnonzero(self.index == UNPLACED)
 
 
-class PassState:
+class MicroBatchState:
     """A micro-batch being placed: loads of the ranks, tokens of the nodes.
 
     Attributes:
@@ -55,7 +51,7 @@ class PassState:
         stream_tokens: per column `[P // d]` tokens of each node's stream; 0 where inactive.
     """
 
-    def __init__(self, problem: PassProblem) -> None:
+    def __init__(self, problem: MicroBatchProblem) -> None:
         self.problem = problem
         num_ranks = problem.tree.num_ranks
         self.column = np.zeros(problem.num_samples, dtype=np.int64)
@@ -67,8 +63,10 @@ class PassState:
         ]
 
     @classmethod
-    def booked(cls, problem: PassProblem, column: IntArray, index: IntArray) -> "PassState":
-        """A pass with the first samples booked on nodes, `UNPLACED` ones left out."""
+    def booked(
+        cls, problem: MicroBatchProblem, column: IntArray, index: IntArray
+    ) -> "MicroBatchState":
+        """A micro-batch with the first samples booked on nodes, `UNPLACED` ones left out."""
         state = cls(problem)
         for k in range(len(problem.tree.degrees)):
             samples = np.flatnonzero((column == k) & (index != UNPLACED))
@@ -76,9 +74,9 @@ class PassState:
                 state.add(k, samples, index[samples])
         return state
 
-    def copy(self) -> "PassState":
+    def copy(self) -> "MicroBatchState":
         """An independent copy."""
-        twin = PassState.__new__(PassState)
+        twin = MicroBatchState.__new__(MicroBatchState)
         twin.problem = self.problem
         twin.column, twin.index = self.column.copy(), self.index.copy()
         twin.fwd_ns, twin.bwd_ns = self.fwd_ns.copy(), self.bwd_ns.copy()
@@ -102,6 +100,7 @@ class PassState:
         tokens = np.zeros(self.problem.tree.num_ranks, dtype=np.int64)
         for k, degree in enumerate(self.problem.tree.degrees):
             if k != but_column and self.stream_tokens[k].any():
+                # Slices of a stream of 10 over 4 ranks begin at 0 2 5 7 (10): 2 3 2 3 tokens.
                 bounds = self.stream_tokens[k][:, None] * np.arange(degree + 1) // degree
                 tokens += np.diff(bounds, axis=1).reshape(-1)
         return tokens
@@ -151,6 +150,7 @@ class PassState:
         Books nothing; samples that share no usable node are chosen for alike before and after.
         """
         # One integer carries the load and, in its low bits, the node: ties go to the first node.
+        # With 4 nodes the shift is 3: a load of 7 on node 2 is the key 7 << 3 | 2 = 58.
         shift = len(start_ns).bit_length()
         nodes = np.arange(usable.start, usable.stop)
         heap = ((start_ns[usable.start : usable.stop] << shift) | nodes).tolist()
@@ -186,14 +186,15 @@ class PassState:
             while heap:
                 key = heappop(heap)
                 node = key & mask
-                # The fullest rank gets stream / degree rounded down at best, and up at worst.
+                # The fullest rank gets stream / degree rounded down at best, and up at worst. With
+                # room for 3 tokens at degree 4, streams of up to 15 can fit: 15 // 4 = 3.
                 room = (budget - fullest[node] + 1) * degree - 1 - streams[node]
                 if length > room:
                     heappush(parked, (-room, key))
                     continue
                 stream = streams[node] + length
                 fits = fullest[node] - (-stream // degree) <= budget
-                if not fits:
+                if not fits:  # rounded up it is too much; it may be down where the rank is fullest
                     fits = int((ranks[node] + np.diff(stream * slots // degree)).max()) <= budget
                 if fits:
                     heappush(heap, key + cost)

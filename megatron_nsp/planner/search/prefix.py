@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
-from megatron_nsp.planner.search.placement import PassState
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import MicroBatchState
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 Places = list[tuple[int, int]]
 """Column and node of each sample of the prefix."""
@@ -39,7 +39,7 @@ class PrefixPacker:
             node; these samples are packed, the rest goes to the leaves later.
     """
 
-    def __init__(self, problem: PassProblem, cost_ns: IntArray) -> None:
+    def __init__(self, problem: MicroBatchProblem, cost_ns: IntArray) -> None:
         self.problem = problem
         self._tries = np.argsort(cost_ns * problem.degrees, axis=1, kind="stable").tolist()
         self._costs = cost_ns.tolist()
@@ -110,10 +110,10 @@ class PrefixPacker:
                 step, places = middle, tried
         return places
 
-    def state(self, places: Places) -> PassState:
-        """A pass with the packing booked."""
+    def state(self, places: Places) -> MicroBatchState:
+        """A micro-batch with the packing booked."""
         column, node = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        return PassState.booked(self.problem, column, node)
+        return MicroBatchState.booked(self.problem, column, node)
 
 
 def _node_with_room(row: Sequence[int], tokens: Sequence[int], room: int) -> int:

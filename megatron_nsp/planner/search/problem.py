@@ -19,7 +19,7 @@ _MOST_NS = 2.0**52  # float64 still holds whole nanoseconds, and int64 a node's 
 
 
 @dataclass(frozen=True, eq=False)
-class PassProblem:
+class MicroBatchProblem:
     """The samples of one micro-batch, longest first, with their times in nanoseconds.
 
     Attributes:
@@ -49,7 +49,7 @@ class PassProblem:
     expert_degree: int
 
     @classmethod
-    def from_times(cls, times: SampleTimes, token_budget: int | None) -> "PassProblem":
+    def from_times(cls, times: SampleTimes, token_budget: int | None) -> "MicroBatchProblem":
         """The problem of placing the samples of `times`, which are sorted longest first.
 
         Raises:
@@ -126,7 +126,7 @@ class PassProblem:
         return self.lengths[:, None] <= self.token_budget * self.degrees
 
 
-def cheapest_columns(problem: PassProblem, cap_ns: int) -> IntArray:
+def cheapest_columns(problem: MicroBatchProblem, cap_ns: int) -> IntArray:
     """`[n]` the degree of least work among those that take a sample at most `cap_ns`.
 
     A sample that takes longer at every degree gets its fastest one. Degrees at which a sample

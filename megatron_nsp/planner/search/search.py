@@ -10,7 +10,7 @@
 4. If the result is far above the bound, a beam over the longest samples (beam.py) makes more
    drafts.
 
-What comes out is then evened out (evening.py), once the passes of a step are settled.
+What comes out is then evened out (even_out.py), once the micro-batches of a step are settled.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from megatron_nsp.arrays import IntArray
 from megatron_nsp.planner.search.beam import beam
 from megatron_nsp.planner.search.fill import fill_leaves, predicted_ns
 from megatron_nsp.planner.search.moves import improve
-from megatron_nsp.planner.search.placement import PassState, Placement
+from megatron_nsp.planner.search.placement import MicroBatchState, Placement
 from megatron_nsp.planner.search.prefix import PrefixPacker
-from megatron_nsp.planner.search.problem import PassProblem, cheapest_columns
+from megatron_nsp.planner.search.problem import MicroBatchProblem, cheapest_columns
 
 LONG_SHARE = 0.2
 """Samples that take more than this share of the bound at a leaf belong to the prefix."""
@@ -51,7 +51,7 @@ Finished = tuple[int, int, Placement]
 """Samples left over, load in nanoseconds, placement: less is better."""
 
 
-def search(problem: PassProblem, packed_ns: IntArray | None = None) -> Placement:
+def search(problem: MicroBatchProblem, packed_ns: IntArray | None = None) -> Placement:
     """The best placement found.
 
     Args:
@@ -70,7 +70,7 @@ def search(problem: PassProblem, packed_ns: IntArray | None = None) -> Placement
     return best[2]
 
 
-def _finish(drafts: list[tuple[PassState, IntArray]], best: Finished | None) -> Finished:
+def _finish(drafts: list[tuple[MicroBatchState, IntArray]], best: Finished | None) -> Finished:
     """Fills and improves the most promising drafts; the best of them and of `best`."""
     predicted = [predicted_ns(state, tail) for state, tail in drafts]
     for number in sorted(range(len(drafts)), key=predicted.__getitem__)[:NUM_FINISHED]:
@@ -87,8 +87,8 @@ def _finish(drafts: list[tuple[PassState, IntArray]], best: Finished | None) -> 
 
 
 def _drafts(
-    problem: PassProblem, packed_ns: IntArray | None
-) -> Iterator[tuple[PassState, IntArray]]:
+    problem: MicroBatchProblem, packed_ns: IntArray | None
+) -> Iterator[tuple[MicroBatchState, IntArray]]:
     """States with the long samples placed, and the samples still to be placed."""
     num_long = int((problem.total_ns[:, 0] > LONG_SHARE * problem.bound_ns).sum())
     num_prefix = min(max(num_long, MIN_PREFIX), MAX_PREFIX, problem.num_samples)
@@ -114,7 +114,7 @@ def _drafts(
         )
 
 
-def _slower_pass_ns(problem: PassProblem) -> IntArray:
+def _slower_pass_ns(problem: MicroBatchProblem) -> IntArray:
     """`[n, K+1]` times that say more than their sum about a rank's slower pass.
 
     With r the forward share of all work, a sample counts max(fwd / r, bwd / (1 - r)): one whose
@@ -132,10 +132,10 @@ def _slower_pass_ns(problem: PassProblem) -> IntArray:
 
 
 def _level_by_level(
-    problem: PassProblem, column: IntArray, num_prefix: int
-) -> tuple[PassState, IntArray]:
+    problem: MicroBatchProblem, column: IntArray, num_prefix: int
+) -> tuple[MicroBatchState, IntArray]:
     """The prefix and all samples above the leaves at their column, largest degree first."""
-    state, left = PassState(problem), [np.flatnonzero(column[num_prefix:] == 0) + num_prefix]
+    state, left = MicroBatchState(problem), [np.flatnonzero(column[num_prefix:] == 0) + num_prefix]
     for k in range(len(problem.tree.degrees) - 1, 0, -1):
         left.append(state.place_level(k, np.flatnonzero(column == k)))
     left.append(state.place_level(0, np.flatnonzero(column[:num_prefix] == 0)))

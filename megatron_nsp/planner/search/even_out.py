@@ -8,18 +8,15 @@ A rank's excess is how far it is over the slowest pass; ranks wait for one anoth
 
     excess = max(forward - slowest forward, backward - slowest backward)
 
-Each round takes the rank that sets one of the two and tries, until something helps, to swap a
-sample of its leaf with one of another leaf or to hand one over; to divide some samples of both
-leaves anew, in every possible way; to move a sample to any other node. Of each kind the change with
-the least excess of all ranks that it touches is made, if that is below zero.
+A change is worth the largest excess of the ranks that it touches; the least is made, if below zero.
 """
 
 import numpy as np
 
 from megatron_nsp.arrays import IntArray
 from megatron_nsp.planner.search.moves import loads_after_moves
-from megatron_nsp.planner.search.placement import PassState, Placement
-from megatron_nsp.planner.search.problem import PassProblem
+from megatron_nsp.planner.search.placement import MicroBatchState, Placement
+from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 FEW_A_RANK = 10
 """Samples a rank up to which a placement is evened out; of more, LPT leaves little to gain."""
@@ -43,17 +40,22 @@ _CLOSE = 5e-5
 _NEVER = np.iinfo(np.int64).max
 
 
-def evened(problem: PassProblem, placement: Placement) -> Placement:
+def evened(problem: MicroBatchProblem, placement: Placement) -> Placement:
     """The placement evened out, if there are few samples a rank."""
     if problem.num_samples > FEW_A_RANK * problem.tree.num_ranks:
         return placement
-    state = PassState.booked(problem, placement.column, placement.index)
+    state = MicroBatchState.booked(problem, placement.column, placement.index)
     even_out(state)
     return state.placement()
 
 
-def even_out(state: PassState) -> None:
-    """Exchanges samples while it helps, at most a fixed number of times; changes the state."""
+def even_out(state: MicroBatchState) -> None:
+    """Exchanges samples while it helps, at most a fixed number of times; changes the state.
+
+    Each round takes the rank that sets the slowest forward or backward and tries, until something
+    helps, to swap a sample of its leaf with one of another leaf or to hand one over; to divide some
+    samples of both leaves anew, in every possible way; to move a sample to any other node.
+    """
     pause, checked_ns = max(len(state.fwd_ns) // 2, _LEAST_PAUSE), state.load_ns()
     for number in range(1, _ROUNDS_PER_RANK * len(state.fwd_ns) + 1):
         mean_ns = float(state.fwd_ns.mean()) + float(state.bwd_ns.mean())
@@ -71,12 +73,12 @@ def even_out(state: PassState) -> None:
             return
 
 
-def _excess(state: PassState, fwd_ns: IntArray, bwd_ns: IntArray) -> IntArray:
+def _excess(state: MicroBatchState, fwd_ns: IntArray, bwd_ns: IntArray) -> IntArray:
     """How far loads are over the slowest passes as they are now."""
     return np.maximum(fwd_ns - int(state.fwd_ns.max()), bwd_ns - int(state.bwd_ns.max()))
 
 
-def _swap(state: PassState, rank: int) -> bool:
+def _swap(state: MicroBatchState, rank: int) -> bool:
     """Swaps a sample of the rank's leaf with one of a less busy leaf, or hands it over."""
     problem = state.problem
     at_leaf = (state.column == 0) & (state.index >= 0)
@@ -86,7 +88,8 @@ def _swap(state: PassState, rank: int) -> bool:
     calm = np.argsort(_excess(state, state.fwd_ns, state.bwd_ns), kind="stable")[:_NUM_PARTNERS]
     calm = calm[(calm != rank) & (state.stream_tokens[0][calm] > 0)]
     others = _spread(np.flatnonzero(at_leaf & np.isin(state.index, calm)), _NUM_OTHER)
-    # The last columns stand for handing over without a sample in return.
+    # One row a sample of the rank, one place a partner: with leaves 4 and 7 calm, holding samples
+    # a b and c, the places are  a b c | nothing of 4, nothing of 7  on leaves  4 4 7 | 4 7.
     partner = np.concatenate([state.index[others], calm])
     fwd_ns = np.concatenate([problem.fwd_ns[others, 0], np.zeros_like(calm)])
     bwd_ns = np.concatenate([problem.bwd_ns[others, 0], np.zeros_like(calm)])
@@ -115,7 +118,7 @@ def _swap(state: PassState, rank: int) -> bool:
     return True
 
 
-def _divide_anew(state: PassState, rank: int) -> bool:
+def _divide_anew(state: MicroBatchState, rank: int) -> bool:
     """Divides samples of the rank's leaf and of a less busy one in the best way of all."""
     problem = state.problem
     calm = np.argsort(_excess(state, state.fwd_ns, state.bwd_ns), kind="stable")
@@ -130,7 +133,8 @@ def _divide_anew(state: PassState, rank: int) -> bool:
             continue
         samples = np.concatenate([own, theirs])
         is_own = np.arange(len(samples)) < len(own)
-        # Each row says which samples the rank gets; sums of whole numbers below 2^53 are exact.
+        # Row i is i in binary, lowest bit first, and says which samples the rank gets: of three
+        # 000 100 010 110 001 ... Sums of whole numbers below 2^53 are exact.
         ways = (np.arange(2 ** len(samples))[:, None] >> np.arange(len(samples)) & 1).astype(float)
         gained = [
             (ways @ values[samples] - values[own].sum()).astype(np.int64)
@@ -141,7 +145,8 @@ def _divide_anew(state: PassState, rank: int) -> bool:
             _excess(state, state.fwd_ns[rank] + fwd, state.bwd_ns[rank] + bwd),
             _excess(state, state.fwd_ns[partner] - fwd, state.bwd_ns[partner] - bwd),
         )
-        # No leaf may be left empty: its latency would go.
+        # The first row gives all to the partner, the last to the rank. No leaf may be left empty:
+        # its latency would go.
         excess[[0, -1]] = _NEVER
         if problem.token_budget is not None:
             held = state.rank_tokens()
@@ -159,7 +164,7 @@ def _divide_anew(state: PassState, rank: int) -> bool:
     return False
 
 
-def _move(state: PassState, rank: int) -> bool:
+def _move(state: MicroBatchState, rank: int) -> bool:
     """Moves a sample of any node on the rank's path to any other node."""
     problem = state.problem
     on_path = (state.index == rank // problem.degrees[state.column]) & (state.index >= 0)
@@ -176,4 +181,4 @@ def _spread(samples: IntArray, most: int) -> IntArray:
     """At most so many of the samples, spread over all their lengths."""
     if len(samples) <= most:
         return samples
-    return samples[np.arange(most) * len(samples) // most]
+    return samples[np.arange(most) * len(samples) // most]  # 3 of 7: places 0 2 4

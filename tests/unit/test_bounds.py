@@ -11,7 +11,7 @@ from megatron_nsp.cost.bounds import lower_bound_us
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.testing.scorer import mixture_bound_us, work_bound_us
 from tests.unit.planner_cases import brute_force_us, cluster, drawn, moe, workstation
-from tests.unit.test_planner_cost import constants
+from tests.unit.test_cost_model import constants
 
 TINY = [
     (cluster(4, 4), 4, 200_000),
@@ -46,7 +46,7 @@ def test_no_plan_is_below_the_bound(data) -> None:
         (workstation(4, (1, 2, 4)), [4000, 4000, 4000]),
         (moe(16, 8), drawn("wikipedia", 1, 60_000, 90_000)),
         (moe(8, 4, (1, 2)), [9000, 8000, 7000, 10]),
-        (dataclasses.replace(moe(8, 4), recompute="attention"), [60_000, 9000, 8000, 7000, 10]),
+        (dataclasses.replace(moe(8, 4), recompute="selective"), [60_000, 9000, 8000, 7000, 10]),
     ],
 )
 @pytest.mark.parametrize("budget", [None, 14_000])

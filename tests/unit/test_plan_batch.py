@@ -1,4 +1,4 @@
-"""Pure tests of whole-batch planning: passes, token budget, carrying, determinism.
+"""Pure tests of whole-batch planning: micro-batches, token budget, carrying, determinism.
 
 Cases A1, A2, A4, F4, L3.
 """
@@ -143,11 +143,11 @@ def test_a_whole_epoch_gets_through_a_tight_budget() -> None:
     assert steps < 20
 
 
-def test_passes_are_as_few_as_the_budget_needs() -> None:
+def test_micro_batches_are_as_few_as_the_budget_needs() -> None:
     lengths = drawn("wikipedia", 0, 40_000, 4_000)
     for budget, least in ((None, 1), (11_000, 1), (5_200, 2), (2_700, 4)):
         result = plan_batch(lengths, FOUR.tree, FOUR, token_budget=budget, num_micro_batches=8)
-        assert result.report.num_passes == least
+        assert result.report.num_micro_batches_used == least
         assert result.plan.num_micro_batches == 8
 
 
@@ -262,7 +262,10 @@ def test_a_token_balance_evens_out_tokens_but_never_forbids_a_sample() -> None:
         budget = max(int(balance * -(-14_000 // 8)), 1000)
         assert result.plan.token_budget == budget
         assert (
-            max(result.plan.token_load(m).max() for m in range(result.report.num_passes)) <= budget
+            max(
+                result.plan.token_load(m).max() for m in range(result.report.num_micro_batches_used)
+            )
+            <= budget
         )
     assert free.token_load().max() > 1750
     both = plan_batch(lengths, EIGHT.tree, EIGHT, token_balance=2.0, token_budget=1900)

@@ -16,16 +16,16 @@ from megatron_nsp.plan.layout import rank_layout
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import (
     NOTHING_SAVED,
-    KeptOutput,
     SavedSamples,
-    kept_bytes,
+    SavedSizes,
     mark_saved,
+    saved_bytes,
 )
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.testing.random_plans import random_splits, random_step
 
 HEADS, VALUE_DIM, ELEMENT_BYTES, LAYERS = 8, 4, 2, 3
-OUTPUT = KeptOutput(HEADS, HEADS * VALUE_DIM * ELEMENT_BYTES, 4, LAYERS)
+OUTPUT = SavedSizes(HEADS, HEADS * VALUE_DIM * ELEMENT_BYTES, 4, LAYERS)
 
 
 def step(seed: int) -> Plan:
@@ -35,17 +35,17 @@ def step(seed: int) -> Plan:
 
 
 def counted_bytes(plan: Plan, saved: SavedSamples, micro_batch: int, rank: int) -> int:
-    """What a rank keeps, from the tokens that the layout gives every rank."""
+    """What a rank saves, from the tokens that the layout gives every rank."""
     total = 0
     for part in rank_layout(plan, rank, micro_batch).slices:
-        kept = set(part.samples[: saved.of_node(micro_batch, part.node)].tolist())
+        marked = set(part.samples[: saved.of_node(micro_batch, part.node)].tolist())
         first_rank = plan.tree.ranks(part.node)[0]
         rows = {}
         for other in plan.tree.ranks(part.node):
             (same,) = (
                 p for p in rank_layout(plan, other, micro_batch).slices if p.node == part.node
             )
-            rows[other] = sum(b - a for sample, a, b in same.segments() if sample in kept)
+            rows[other] = sum(b - a for sample, a, b in same.segments() if sample in marked)
         first = first_rank + part.member * part.member_ranks
         stream = sum(rows[other] for other in range(first, first + part.member_ranks))
         total += rows[rank] * HEADS * VALUE_DIM * ELEMENT_BYTES
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_every_rank_s_own_tokens_and_within_the_budget(seed: 
         most = 0
         for m in range(plan.num_micro_batches):
             counted = [counted_bytes(plan, saved, m, rank) for rank in range(8)]
-            assert kept_bytes(plan, saved, OUTPUT, m).tolist() == counted
+            assert saved_bytes(plan, saved, OUTPUT, m).tolist() == counted
             most = max(most, *counted)
         assert saved.rank_bytes == most
     assert most <= budget
@@ -89,15 +89,15 @@ def test_each_node_takes_all_that_the_tightest_rank_has_room_for(seed: int) -> N
                 if other.depth <= node.depth
             }
             more = SavedSamples(marks | {(m, node): count + 1})
-            kept = kept_bytes(plan, more, OUTPUT, m)
-            assert max(kept[rank] for rank in plan.tree.ranks(node)) > budget
+            held = saved_bytes(plan, more, OUTPUT, m)
+            assert max(held[rank] for rank in plan.tree.ranks(node)) > budget
 
 
 def test_h2_the_rank_with_one_token_more_decides_for_all() -> None:
     tree = SPTree(4, (1, 2, 4))
     nodes = [tree.node(4, 0), tree.node(2, 0), tree.node(1, 3)]
     plan = Plan.from_nodes(tree, [41, 5, 9], nodes)  # slices of 10, 10, 10 and 11 tokens
-    output = KeptOutput(num_heads=4, row_bytes=32, lse_bytes=4, num_layers=1)
+    output = SavedSizes(num_heads=4, row_bytes=32, lse_bytes=4, num_layers=1)
     root = [tokens * 32 + 41 * 4 for tokens in (10, 10, 10, 11)]
     everything = mark_saved(plan, output, root[3] + 9 * (32 + 16))
     assert everything.num_saved == {(0, nodes[0]): 1, (0, nodes[1]): 1, (0, nodes[2]): 1}
@@ -110,7 +110,7 @@ def test_h2_another_process_with_another_hash_seed_marks_the_same() -> None:
     code = (
         "import json\n"
         "from megatron_nsp.plan.saving import mark_saved\n"
-        "from tests.unit.test_recompute import OUTPUT, step\n"
+        "from tests.unit.test_saving import OUTPUT, step\n"
         "saved = [mark_saved(step(seed), OUTPUT, 900.0).num_saved for seed in range(20)]\n"
         "print(json.dumps([[str(item) for item in each.items()] for each in saved]))\n"
     )
@@ -127,7 +127,7 @@ def test_h2_another_process_with_another_hash_seed_marks_the_same() -> None:
     assert found[0] == found[1] and any(json.loads(found[0]))
 
 
-def test_kept_rows_cost_nothing_where_the_next_module_has_them() -> None:
+def test_rows_cost_nothing_where_the_next_module_holds_them() -> None:
     plan = step(3)
     only_lse = replace(OUTPUT, row_bytes=0)
     everything = mark_saved(plan, only_lse, float("inf"))

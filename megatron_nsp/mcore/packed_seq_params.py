@@ -1,7 +1,8 @@
 """What Megatron carries through the layers of one micro-batch.
 
 Megatron hands `packed_seq_params` unchanged to the rotary embedding and to core attention, in the
-first pass and in a recompute pass alike. Our subclass travels there, so that no module holds state.
+first forward of a layer and in the one that recomputes it. Our subclass travels there, so that no
+module holds state.
 """
 
 from dataclasses import dataclass
@@ -36,9 +37,9 @@ class NestedSeqParams(PackedSeqParams):
         """The parameters of a forward pass of one micro-batch.
 
         A batch that runs once more, because Megatron repeats a step or something failed midway,
-        begins without what layers kept the time before.
+        begins without what layers saved the time before.
         """
-        nested.kept.clear()
+        nested.saved_outputs.clear()
         longest = nested.layout.max_length
         return cls(
             qkv_format="sbhd",

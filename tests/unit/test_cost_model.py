@@ -31,10 +31,10 @@ from tests.unit.planner_cases import LARGE, SMALL, cluster, workstation
 
 def constants(cost: CostModel) -> dict:
     from megatron_nsp.cli.plan import report  # the JSON a user would hand to the scorer
-    from megatron_nsp.steps.lengths import Batch
+    from megatron_nsp.steps.lengths import DrawnLengths
 
     result = plan_batch([1], cost.tree, cost)
-    return report(result, cost, Batch(np.array([1]), 0, 0))["profile"]
+    return report(result, cost, DrawnLengths(np.array([1]), 0, 0))["profile"]
 
 
 @pytest.mark.parametrize("cost", [cluster(16, 16), workstation(12, (1, 3, 6, 12))])
@@ -57,7 +57,7 @@ def test_several_micro_batches_add_up_and_fillers_pay_the_bias() -> None:
     cost = workstation(4, (1, 2, 4))
     result = plan_batch([4000] * 3, cost.tree, cost, token_budget=2000, num_micro_batches=5)
     expected = score_plan(result.plan.to_dict(), constants(cost))
-    assert result.report.num_passes == 2
+    assert result.report.num_micro_batches_used == 2
     assert result.report.load_us == pytest.approx(expected.load_us, rel=1e-12)
     one = plan_batch([4000] * 3, cost.tree, cost, token_budget=2000, num_micro_batches=2)
     assert result.report.load_us - one.report.load_us == pytest.approx(3 * cost.profile.bias_us)
@@ -181,7 +181,7 @@ def test_rates_between_two_lengths_lie_between_and_plans_score_with_them() -> No
         output_flops_per_token=5e5,
     )
     cost = CostModel(profile, experts, SPTree(4, (1, 2, 4)))
-    for recompute, share in (("attention", 1.0), ("full", 1.0), ("attention", 0.5), ("full", 0.25)):
+    for recompute, share in (("selective", 1.0), ("full", 1.0), ("selective", 0.5), ("full", 0.25)):
         again = dataclasses.replace(cost, recompute=recompute, recompute_share=share)
         plan = random_plan(random.Random(2), cost.tree, [70, 500, 120, 3000])
         expected = score_plan(plan.to_dict(), constants(again))

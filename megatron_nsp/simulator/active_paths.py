@@ -130,7 +130,7 @@ def active_paths(
 
     Args:
         plan: the plan.
-        micro_batch: which of its passes.
+        micro_batch: which of its micro-batches.
         cost: the cost model.
         orders: in which order each tree runs its nodes; root first if there are none. C times as
             many lay out C copies of all ranks, side by side.
@@ -146,18 +146,19 @@ def active_paths(
         own = number_of[active]
         is_active[own], split_of[own] = True, plan.split_of(active, micro_batch)
         members_of[own] = split_of[own].num_members
+    # [depths, lanes]: a lane is one rank of one copy, and lists its depths as it runs them.
     listed = np.array([whole_order(order, tree.num_depths) for order in orders]).T
     depth = np.repeat(listed, tree.max_degree, axis=1)
     copy, rank = np.divmod(np.arange(depth.shape[1]), tree.num_ranks)
     degree_at = np.array(tree.degrees[::-1])
     number = first[depth] + rank // degree_at[depth]
-    place, column = np.nonzero(is_active[number])
-    row = _rows(is_active[number], depth)[place, column]
+    place, lane = np.nonzero(is_active[number])
+    row = _rows(is_active[number], depth)[place, lane]
     shape = int(row.max(initial=-1)) + 1, len(rank)
     node = np.full(shape, -1, dtype=np.int64)
     degree = np.ones(shape, dtype=np.int64)
-    node[row, column] = number[place, column]
-    degree[row, column] = degree_at[depth[place, column]]
+    node[row, lane] = number[place, lane]
+    degree[row, lane] = degree_at[depth[place, lane]]
     node_us = _node_us(plan, micro_batch, cost, number_of)
     return ActivePaths(
         is_active=node >= 0,

@@ -19,14 +19,14 @@ from megatron_nsp.plan.order import ALL_ROOT_FIRST
 from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
+from megatron_nsp.simulator.active_paths import ActivePaths, active_paths
 from megatron_nsp.simulator.attention import Clocks, run_attention
 from megatron_nsp.simulator.dense import run_dense
-from megatron_nsp.simulator.network import ActivePaths, active_paths
 from megatron_nsp.simulator.order_search import choose_orders, orders_of_trees
 
 
 @dataclass(frozen=True)
-class IterationSettings:
+class StepSettings:
     """How a step is executed; what backward runs again is the cost model's to say.
 
     Attributes:
@@ -77,9 +77,7 @@ class Breakdown:
         }
 
 
-def simulate_plan(
-    plan: Plan, cost: CostModel, settings: IterationSettings | None = None
-) -> Breakdown:
+def simulate_plan(plan: Plan, cost: CostModel, settings: StepSettings | None = None) -> Breakdown:
     """Simulates one step.
 
     Args:
@@ -87,7 +85,7 @@ def simulate_plan(
         cost: the cost model, of the same tree.
         settings: how it is executed.
     """
-    run = _Run(plan, cost, settings or IterationSettings())
+    run = _Run(plan, cost, settings or StepSettings())
     for micro_batch in range(plan.num_micro_batches):
         run.micro_batch(micro_batch)
     return run.breakdown()
@@ -96,7 +94,7 @@ def simulate_plan(
 class _Run:
     """The clocks and sums of one simulation."""
 
-    def __init__(self, plan: Plan, cost: CostModel, settings: IterationSettings) -> None:
+    def __init__(self, plan: Plan, cost: CostModel, settings: StepSettings) -> None:
         self.plan, self.cost, self.settings = plan, cost, settings
         self.orders = choose_orders(plan, cost) if settings.overlap else ALL_ROOT_FIRST
         zeros = np.zeros(plan.tree.num_ranks)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_nsp.cost.memory import (
-    RECOMPUTE_POLICIES,
+    RECOMPUTE,
     MemoryPlan,
     activation_bytes,
     state_bytes,
@@ -133,7 +133,7 @@ def test_experts_are_held_by_expert_parallel_ranks_and_sharded_over_their_peers(
 def test_recomputing_more_leaves_room_for_more_tokens() -> None:
     budgets = [
         token_budget(A3B, MemoryPlan(64, expert_parallel=8, recompute=policy), 80e9)
-        for policy in RECOMPUTE_POLICIES
+        for policy in RECOMPUTE
     ]
     assert budgets == sorted(budgets) and budgets[0] < budgets[1] < budgets[2]
     plan = MemoryPlan(64)

@@ -163,7 +163,7 @@ def test_a_static_degree_that_does_not_divide_the_ranks_is_refused() -> None:
         ReshardMap.build(DRAWN, 0, 0, 3)
 
 
-def test_a_filler_pass_moves_nothing() -> None:
+def test_a_filler_micro_batch_moves_nothing() -> None:
     plan = Plan.from_nodes(TREE, [5], [TREE.node(1, 0)], [0], num_micro_batches=2)
     for rank in range(4):
         idle = ReshardMap.build(plan, 1, rank, 2, row_multiple=4)

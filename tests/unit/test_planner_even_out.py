@@ -11,21 +11,23 @@ from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.cost.score import SampleTimes
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.planner import Batch, PassProblem, plan_batch
+from megatron_nsp.planner import BatchProblem, MicroBatchProblem, plan_batch
 from megatron_nsp.planner.policies.static import place_static
-from megatron_nsp.planner.search.evening import even_out, evened
-from megatron_nsp.planner.search.placement import UNPLACED, PassState
+from megatron_nsp.planner.search.even_out import even_out, evened
+from megatron_nsp.planner.search.placement import UNPLACED, MicroBatchState
 from megatron_nsp.planner.search.search import search
 from megatron_nsp.steps.lengths import draw_batch, load_table
 from tests.unit.planner_cases import cluster, workstation
 
 
-def leaves_only(times_us: list[float], num_ranks: int, budget: int | None = None) -> PassProblem:
+def leaves_only(
+    times_us: list[float], num_ranks: int, budget: int | None = None
+) -> MicroBatchProblem:
     """Samples of given times, whose lengths are those times, on ranks without larger nodes."""
     both = np.array(sorted(times_us, reverse=True), dtype=np.float64)[:, None]
     lengths: IntArray = both[:, 0].astype(np.int64)
     times = SampleTimes(SPTree(num_ranks, (1,)), lengths, both, 2 * both, np.zeros(1), 0.0)
-    return PassProblem.from_times(times, budget)
+    return MicroBatchProblem.from_times(times, budget)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_where_lpt_is_not_best_the_best_is_found(
 
 def test_it_stays_within_the_budget_on_the_way() -> None:
     problem = leaves_only([5, 5, 4, 4, 3, 3, 3], 3, budget=11)
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     state.add(0, np.arange(7), np.array([0, 1, 2, 2, 0, 1, 2]))
     even_out(state)
     assert state.rank_tokens().max() <= 11
@@ -57,12 +59,12 @@ def test_it_is_never_slower_and_loses_nothing(seed: int) -> None:
     budget = None
     if seed % 3:
         budget = int(lengths.sum()) // 8 + -(-int(lengths[0]) // cost.tree.max_degree)
-    problem = Batch(cost.sample_times(lengths.copy()), budget).problem
+    problem = BatchProblem(cost.sample_times(lengths.copy()), budget).in_one_micro_batch
     before = search(problem)
     after = evened(problem, before)
     assert after.load_ns <= before.load_ns
     assert np.array_equal(after.index == UNPLACED, before.index == UNPLACED)
-    state = PassState(problem)
+    state = MicroBatchState(problem)
     for k in range(len(cost.tree.degrees)):
         samples = np.flatnonzero((after.column == k) & (after.index != UNPLACED))
         state.add(k, samples, after.index[samples])
