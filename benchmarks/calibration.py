@@ -29,9 +29,9 @@ from comparison import Turn, write_turns  # noqa: E402
 from demo import build_corpus, cost_model, draw_batches, setting  # noqa: E402
 from hosts import cluster, join, launch, measured_ms, profile_worker  # noqa: E402
 
-from megatron_nsp.arrays import IntArray  # noqa: E402
 from megatron_nsp.cost.cost_model import CostModel  # noqa: E402
 from megatron_nsp.cost.profile import load_profile  # noqa: E402
+from megatron_nsp.plan.arrays import IntArray  # noqa: E402
 from megatron_nsp.plan.plan import Plan  # noqa: E402
 from megatron_nsp.planner import plan_batch  # noqa: E402
 from megatron_nsp.simulator import StepSettings, simulate_plan  # noqa: E402

@@ -21,10 +21,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import PlanResult, plan_batch
 

@@ -33,10 +33,10 @@ from comparison import Turn, write_turns  # noqa: E402
 from hosts import add_cluster_flags, cluster, join, launch, profile_worker  # noqa: E402
 from traced import Part, read_steps, train  # noqa: E402
 
-from megatron_nsp.arrays import IntArray  # noqa: E402
 from megatron_nsp.cost.cost_model import CostModel  # noqa: E402
 from megatron_nsp.cost.models import Model  # noqa: E402
 from megatron_nsp.cost.profile import load_profile  # noqa: E402
+from megatron_nsp.plan.arrays import IntArray  # noqa: E402
 from megatron_nsp.plan.plan import Plan  # noqa: E402
 from megatron_nsp.plan.tree import SPTree  # noqa: E402
 from megatron_nsp.planner import plan_batch  # noqa: E402

@@ -15,9 +15,9 @@ import numpy as np
 from build_corpus import write_documents
 from training_run import train
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.node_cost import ulysses_sent_bytes
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.planner import plan_batch

@@ -16,12 +16,12 @@ from statistics import mean
 from comparison import NESTED, Row, compare, plan_turns, write_turns
 from training_run import RECIPE, RunFailedError, Step, train
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cli.plan import render
 from megatron_nsp.config import NSPConfig, build_tree
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.models import Model
 from megatron_nsp.cost.profile import load_profile
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.steps.lengths import DrawnLengths, load_lengths
 from megatron_nsp.steps.sampler import Batch, BatchSampler

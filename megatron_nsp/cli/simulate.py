@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cli import setting
 from megatron_nsp.config import check_ranges
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.models import known_model
+from megatron_nsp.plan.arrays import FloatArray, IntArray
 from megatron_nsp.planner import policy_names
 from megatron_nsp.simulator.ablation import FULL, ablate, not_ablated
 from megatron_nsp.simulator.compare import (

@@ -41,8 +41,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron_nsp.arrays import BoolArray, FloatArray
 from megatron_nsp.cost.score import SampleTimes
+from megatron_nsp.plan.arrays import BoolArray, FloatArray
 
 _STEPS, _NUM_RAISES = np.arange(16) / 16, 3
 """Where the interval of the second bound is looked at; times that the bound on F is raised."""

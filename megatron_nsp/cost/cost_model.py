@@ -33,12 +33,12 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.config import MOST_TOKENS, RECOMPUTE
 from megatron_nsp.cost.node_cost import SplitCost, fitted_share
 from megatron_nsp.cost.profile import Profile
 from megatron_nsp.cost.score import NodeTimes, PlanScore, SampleTimes, node_numbers
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.plan.backends import NodeHeads, backend_choices
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import CARRIED, Plan

@@ -31,9 +31,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cost.profile import ExchangeRate, FittedModel, Profile
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.arrays import FloatArray, IntArray
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.split import ULYSSES, Split
 

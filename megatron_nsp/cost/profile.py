@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray, IntArray
+from megatron_nsp.plan.arrays import FloatArray, IntArray
 from megatron_nsp.plan.split import Split
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
+from megatron_nsp.plan.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.plan.plan import CARRIED
 from megatron_nsp.plan.tree import SPTree
 

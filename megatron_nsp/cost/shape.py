@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray
+from megatron_nsp.plan.arrays import FloatArray
 from megatron_nsp.plan.saving import SavedSizes
 
 

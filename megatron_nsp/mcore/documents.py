@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.steps.lengths import are_bounds
 
 

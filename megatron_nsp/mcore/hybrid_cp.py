@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import Assignment, BatchPolicy, BatchProblem, MicroBatchState, Placement
 

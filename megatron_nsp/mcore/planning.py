@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.config import NSPConfig
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.score import PlanScore
@@ -15,6 +14,7 @@ from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.layers import recompute_share, recomputed
 from megatron_nsp.mcore.model import model_shape, saved_sizes
 from megatron_nsp.mcore.policy import replayed_path
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples, SavedSizes, mark_saved

@@ -2,7 +2,8 @@
 
 tree, heads           the nodes of a domain, and which heads divide
 chunks, ring_rows     how ring members share samples, and which keys each of them meets
-backends, split       the ways of dividing attention, and the one that a node takes
+backend, backend_*    what a way of dividing attention is, and each of them
+backends, split       all of them by name, and the one that a node takes
 plan                  which node and micro-batch each sample runs in
 layout                which tokens a rank holds under a plan
 static_layout         the same for a loader that knows no plan, and the way over

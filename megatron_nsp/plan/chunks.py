@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 
 
 @dataclass(frozen=True, eq=False)

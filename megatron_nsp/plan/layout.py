@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.chunks import Dealing
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.split import Split, rank_bounds

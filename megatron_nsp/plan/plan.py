@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.split import ULYSSES, Split, rank_tokens
 from megatron_nsp.plan.tree import Node, SPTree

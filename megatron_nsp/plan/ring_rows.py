@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.chunks import Dealing, chunk_rows
 
 

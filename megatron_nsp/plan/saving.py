@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.heads import HeadShape
 from megatron_nsp.plan.layout import NodeSlice
 from megatron_nsp.plan.plan import CARRIED, Plan

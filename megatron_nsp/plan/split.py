@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.backends import BACKENDS, Backend, NodeHeads, backends_of
 from megatron_nsp.plan.chunks import Dealing
 from megatron_nsp.plan.phases import Pass, Phase

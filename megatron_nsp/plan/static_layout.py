@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.layout import NodeSlice, RankLayout, rank_layout
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.split import ULYSSES, rank_bounds

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.score import node_numbers
+from megatron_nsp.plan.arrays import FloatArray
 from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.split import ULYSSES, Split, rank_tokens
 from megatron_nsp.plan.tree import Node

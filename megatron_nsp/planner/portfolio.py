@@ -9,10 +9,10 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.bounds import lower_bound_us, work_bound_us
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.score import PlanScore, SampleTimes
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner.choose_splits import with_cheapest_splits

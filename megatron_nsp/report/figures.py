@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray, IntArray
+from megatron_nsp.plan.arrays import FloatArray, IntArray
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.simulator.ablation import FULL
 from megatron_nsp.simulator.compare import Comparison, Setting, Trial

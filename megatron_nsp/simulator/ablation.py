@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import AttentionRate
+from megatron_nsp.plan.arrays import FloatArray, IntArray
 from megatron_nsp.planner import (
     Algorithm1,
     MicroBatchProblem,

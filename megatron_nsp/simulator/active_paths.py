@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.node_cost import SplitCost
+from megatron_nsp.plan.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.plan.order import ROOT_FIRST, Order, whole_order
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_nsp.arrays import BoolArray, FloatArray, IntArray
+from megatron_nsp.plan.arrays import BoolArray, FloatArray, IntArray
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.schedule import Step
 from megatron_nsp.simulator.active_paths import ActivePaths

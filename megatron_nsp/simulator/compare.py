@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray, IntArray
 from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.plan.arrays import FloatArray, IntArray
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import mark_saved
 from megatron_nsp.planner import NO_MORE, BatchPolicy, plan_batch

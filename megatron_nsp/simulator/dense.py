@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray
 from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.plan.arrays import FloatArray
 from megatron_nsp.plan.phases import Pass
 from megatron_nsp.simulator.active_paths import ActivePaths
 from megatron_nsp.simulator.attention import Clocks

@@ -8,8 +8,8 @@ same.
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray
 from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.plan.arrays import FloatArray
 from megatron_nsp.plan.order import NodeOrders, Order, safe_orders
 from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan

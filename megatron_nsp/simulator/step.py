@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.arrays import FloatArray
 from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.plan.arrays import FloatArray
 from megatron_nsp.plan.order import ALL_ROOT_FIRST
 from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.score import PlanScore
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_nsp.arrays import FloatArray, IntArray
+from megatron_nsp.plan.arrays import FloatArray, IntArray
 from megatron_nsp.runtime.kernels.base import AttentionMask
 
 

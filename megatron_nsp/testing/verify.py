@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.heads import HeadShape
 from megatron_nsp.plan.layout import NodeSlice, rank_layout
 from megatron_nsp.plan.order import ALL_ROOT_FIRST, NodeOrders

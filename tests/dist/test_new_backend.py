@@ -16,8 +16,8 @@ from megatron_nsp.config import NSPConfig, build_tree
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.backend_gather import Gather
 from megatron_nsp.plan.backends import BACKENDS, NodeHeads, backend_choices
-from megatron_nsp.plan.backends.gather import Gather
 from megatron_nsp.plan.chunks import Dealing
 from megatron_nsp.plan.layout import NodeSlice
 from megatron_nsp.plan.plan import Plan

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner import MicroBatchProblem, MicroBatchState, plan_batch
 from megatron_nsp.planner.search.beam import beam
 from megatron_nsp.planner.search.fill import fill_leaves, predicted_ns

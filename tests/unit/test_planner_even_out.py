@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.cost.score import SampleTimes
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import BatchProblem, MicroBatchProblem, plan_batch
 from megatron_nsp.planner.policies.static import place_static

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.cost_model import CostModel
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner import plan_batch
 from tests.unit.planner_cases import cluster, drawn, moe
 

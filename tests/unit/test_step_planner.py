@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.cost.score import PlanScore
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.order import NodeOrders
 from megatron_nsp.plan.phases import Pass
 from megatron_nsp.plan.plan import Plan

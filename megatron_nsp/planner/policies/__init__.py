@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.bounds import work_bound_us
 from megatron_nsp.cost.score import SampleTimes
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner.policies.algorithm_1 import place_algorithm_1
 from megatron_nsp.planner.policies.basp import plan_basp

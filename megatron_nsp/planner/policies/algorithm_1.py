@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.arrays import BoolArray, IntArray
+from megatron_nsp.plan.arrays import BoolArray, IntArray
 from megatron_nsp.planner.search.placement import UNPLACED, MicroBatchState, Placement
 from megatron_nsp.planner.search.problem import MicroBatchProblem
 

@@ -9,7 +9,7 @@ Samples then go to the groups of their degree longest first, each to the least l
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.policies.static import place_static
 from megatron_nsp.planner.search.placement import MicroBatchState, Placement, exact_sums
 from megatron_nsp.planner.search.problem import MicroBatchProblem, cheapest_columns

@@ -13,7 +13,7 @@ least loaded with room. Small samples for which no ranks are left wait for the n
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.policies.disjoint_lpt import grow, place_on_groups
 from megatron_nsp.planner.search.placement import Placement, exact_sums
 from megatron_nsp.planner.search.problem import MicroBatchProblem

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.bounds import least_limit_us
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.policies.flexsp_buckets import micro_batch_starts
 from megatron_nsp.planner.policies.flexsp_milp import (
     OPTIMAL_WITHIN,

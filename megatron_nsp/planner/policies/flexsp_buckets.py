@@ -9,7 +9,7 @@ Both cuts are exact, and both work on samples longest first:
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 
 
 def micro_batch_starts(lengths: IntArray, num_parts: int) -> IntArray:

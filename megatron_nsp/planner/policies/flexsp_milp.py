@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.policies.flexsp_buckets import bucket_starts
 from megatron_nsp.planner.search.placement import MicroBatchState, Placement
 from megatron_nsp.planner.search.problem import MicroBatchProblem

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.search.placement import MicroBatchState
 from megatron_nsp.planner.search.problem import MicroBatchProblem, cheapest_columns
 

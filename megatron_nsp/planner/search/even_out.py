@@ -13,7 +13,7 @@ A change is worth the largest excess of the ranks that it touches; the least is 
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.search.moves import loads_after_moves
 from megatron_nsp.planner.search.placement import MicroBatchState, Placement
 from megatron_nsp.planner.search.problem import MicroBatchProblem

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.search.placement import UNPLACED, MicroBatchState, Placement, exact_sums
 from megatron_nsp.planner.search.problem import MicroBatchProblem
 from megatron_nsp.planner.search.search import search

@@ -21,7 +21,7 @@ and the best x is found by trying some. LPT then reaches the level within a shor
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.search.placement import MicroBatchState, exact_sums
 
 _FIRST_PARTS = (0.0, 0.2, 0.4, 0.6, 0.8)

@@ -15,8 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
 from megatron_nsp.cost.score import PlanScore, SampleTimes
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.planner.search.placement import UNPLACED, Placement
 from megatron_nsp.planner.search.problem import MicroBatchProblem

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.search.problem import MicroBatchProblem
 
 UNPLACED = -1

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.search.placement import MicroBatchState
 from megatron_nsp.planner.search.problem import MicroBatchProblem
 

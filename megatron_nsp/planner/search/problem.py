@@ -9,9 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_nsp.arrays import BoolArray, IntArray
 from megatron_nsp.cost.bounds import lower_bound_us, work_bound_us
 from megatron_nsp.cost.score import SampleTimes
+from megatron_nsp.plan.arrays import BoolArray, IntArray
 from megatron_nsp.plan.tree import SPTree
 
 _NEVER = np.iinfo(np.int64).max

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner.search.beam import beam
 from megatron_nsp.planner.search.fill import fill_leaves, predicted_ns
 from megatron_nsp.planner.search.moves import improve

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.layout import NodeSlice
 from megatron_nsp.plan.ring_rows import BlockRows, KeyMask
 from megatron_nsp.runtime.kernels.base import AttentionMask, SampleBounds, VarlenCall

@@ -1,12 +1,12 @@
 """The backends, by name.
 
-A new one is a file here and an entry below, and the same in `runtime/backends`.
+A new one is a file `backend_NAME.py` and an entry below, and the same in `runtime/backends`.
 """
 
-from megatron_nsp.plan.backends.base import Backend, NodeHeads
-from megatron_nsp.plan.backends.gather import Gather
-from megatron_nsp.plan.backends.ring import Ring
-from megatron_nsp.plan.backends.te import TeRing, TeUlysses
+from megatron_nsp.plan.backend import Backend, NodeHeads
+from megatron_nsp.plan.backend_gather import Gather
+from megatron_nsp.plan.backend_ring import Ring
+from megatron_nsp.plan.backend_te import TeRing, TeUlysses
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Ring(), Gather(), TeRing(), TeUlysses())

@@ -9,7 +9,7 @@ where these came from. With one member nothing goes round: heads alone are divid
 from collections.abc import Mapping
 from typing import override
 
-from megatron_nsp.plan.backends.base import Backend, NodeHeads
+from megatron_nsp.plan.backend import Backend, NodeHeads
 from megatron_nsp.plan.chunks import Dealing
 from megatron_nsp.plan.ring_rows import KeyMask, ring_block
 

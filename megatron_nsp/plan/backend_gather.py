@@ -7,7 +7,7 @@ gradients. Sliding windows need it: a window reaches over the keys of several me
 from collections.abc import Mapping
 from typing import override
 
-from megatron_nsp.plan.backends.base import Backend, NodeHeads
+from megatron_nsp.plan.backend import Backend, NodeHeads
 from megatron_nsp.plan.chunks import Dealing
 from megatron_nsp.plan.ring_rows import KeyMask, seen_keys
 

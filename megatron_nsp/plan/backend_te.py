@@ -7,7 +7,7 @@ rank of the node is a member. What it sends is not predicted, and not seen by ou
 from collections.abc import Mapping
 from typing import override
 
-from megatron_nsp.plan.backends.base import Backend, NodeHeads
+from megatron_nsp.plan.backend import Backend, NodeHeads
 from megatron_nsp.plan.chunks import Dealing
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.ring_rows import KeyMask

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_nsp.arrays import IntArray
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.chunks import Dealing, equal_chunks, even_chunks
 from megatron_nsp.plan.heads import is_admissible
 from megatron_nsp.plan.phases import Pass, Phase
