@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_nsp.cli import main
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import (
@@ -17,6 +18,8 @@ from megatron_nsp.planner import (
     BatchProblem,
     MicroBatchProblem,
     MicroBatchState,
+    Placement,
+    as_batch_policy,
     plan_batch,
     policy_names,
 )
@@ -324,3 +327,29 @@ def test_a_leaf_degree_that_the_tree_lacks_is_refused() -> None:
     problem = BatchProblem(FOUR.sample_times(np.array([9])), None).in_one_micro_batch
     with pytest.raises(ValueError, match=r"leaf degree 3 is not in the chain \[1, 2, 4\]"):
         place_algorithm_1(problem, Algorithm1(leaf_degree=3))
+
+
+def _place_longest_at_the_root(problem: MicroBatchProblem) -> Placement:
+    """The longest sample at the root, all others on rank 0."""
+    state = MicroBatchState(problem)
+    state.place_level(len(problem.tree.degrees) - 1, np.arange(1))
+    placement = state.placement()
+    column, index = np.zeros(problem.num_samples, dtype=np.int64), placement.index.copy()
+    column[:1], index[1:] = placement.column[:1], 0
+    return Placement(column, index, 0)
+
+
+def test_a_new_policy_is_a_function_and_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As CONTRIBUTING says: planned with, scored, simulated and let train by its name."""
+    monkeypatch.setitem(POLICIES, "toy", as_batch_policy(_place_longest_at_the_root))
+    assert "toy" in policy_names(EIGHT.tree)
+    result = plan_batch([50, 900, 30], EIGHT.tree, EIGHT, policy="toy")
+    assert result.plan.depth.tolist() == [3, 0, 3] and result.plan.index.tolist() == [0, 0, 0]
+    assert result.report.load_us > plan_batch([50, 900, 30], EIGHT.tree, EIGHT).report.load_us
+    check_can_train("toy")
+    lengths = ["--lengths", "paper-mix", "--ranks", "8", "--batch-tokens", "20000"]
+    command = ["simulate", *lengths, "--max-len", "16K", "--batches", "1", "--policies", "toy"]
+    assert main(command) == 0
+    assert "\ntoy " in capsys.readouterr().out

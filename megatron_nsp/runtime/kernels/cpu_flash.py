@@ -3,7 +3,9 @@
 The private operator is used because the public one does not return the LSE. Its traps: a sequence
 of no tokens kills the process, head counts go unchecked, values must have the head dim of keys, and
 `is_causal` aligns top-left, so that windows and queries that are the tail of their keys get their
-mask as numbers.
+mask as numbers. In 16 bits it takes other paths on other processors, one of which raises where
+`ATEN_CPU_CAPABILITY` is below the processor's: 16-bit inputs are computed in float32, and each
+result is rounded once.
 """
 
 from typing import Any, override
@@ -26,7 +28,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _heads_first(x_SHD: Tensor) -> Tensor:
-    return x_SHD.transpose(0, 1).unsqueeze(0)  # [1, H, S, D], a view
+    """`[1, H, S, D]` in at least float32; a view where it is that already."""
+    return x_SHD.to(lse_dtype(x_SHD.dtype)).transpose(0, 1).unsqueeze(0)
 
 
 def _mask_arguments(q_SHD: Tensor, k_CKD: Tensor, mask: AttentionMask) -> tuple[bool, Any]:
@@ -37,7 +40,9 @@ def _mask_arguments(q_SHD: Tensor, k_CKD: Tensor, mask: AttentionMask) -> tuple[
         return mask.is_causal, None
     hidden = hidden_keys(num_queries, num_keys, mask, q_SHD.device)
     assert hidden is not None
-    return False, torch.zeros_like(hidden, dtype=q_SHD.dtype).masked_fill_(hidden, float("-inf"))
+    return False, torch.zeros_like(hidden, dtype=lse_dtype(q_SHD.dtype)).masked_fill_(
+        hidden, float("-inf")
+    )
 
 
 class CpuFlashKernel(PaddedKernel):
