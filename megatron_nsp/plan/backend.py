@@ -68,7 +68,7 @@ class Backend(ABC):
             queue and on accelerators alone.
         fills_samples: whether samples are filled up to chunks that are equally long, which only a
             causal mask hides.
-        gives_lse: whether the LSE of the output is known, so that both can be kept.
+        gives_lse: whether the LSE of the output is known, so that both can be saved.
         repeats_heads: whether several ranks may have the same key/value head.
         serves_windows: whether layers may have a sliding window.
         serves_sinks: whether layers may have attention sinks.

@@ -67,7 +67,7 @@ class NodeCall[Rows]:
         Args:
             num_heads: query heads.
             num_kv_heads: key/value heads.
-            num_saved: samples of the node whose output is to be kept.
+            num_saved: samples of the node whose output is to be saved.
 
         Raises:
             ValueError: the run has no Transformer Engine, or the heads, the mask, sinks or samples
@@ -117,7 +117,7 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class SavedOutput:
-    """What was kept of the first samples of a node, so that they are not computed again.
+    """What was saved of the first samples of a node, so that they are not computed again.
 
     Attributes:
         num_samples: how many samples.
@@ -248,14 +248,14 @@ class Backend[Rows, State: NodeState](ABC):
         Args:
             call: the node.
             state: what forward left of the samples that are not in `saved`; None if all are.
-            saved: what was kept of the first samples.
+            saved: what was saved of the first samples.
             dout_THV: this rank's gradient of the output.
             grads: where to write.
         """
 
 
 class SavedInputs(NamedTuple):
-    """The first samples of a node, whose output was kept, and this rank's rows of them."""
+    """The first samples of a node, whose output was saved, and this rank's rows of them."""
 
     output: SavedOutput
     q_THD: Tensor

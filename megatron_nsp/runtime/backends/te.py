@@ -1,7 +1,7 @@
 """A node whose attention Transformer Engine runs itself: its ring or its Ulysses.
 
 TE communicates inside its call, so the node has one step in each pass and nothing to stream. It
-gives no LSE: its output cannot be kept in place of being computed again, and backward goes through
+gives no LSE: its output cannot be saved in place of being computed again, and backward goes through
 the autograd graph of its forward. That graph lives with the call of attention, not with TE's
 module, and goes with its backward.
 """
