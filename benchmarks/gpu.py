@@ -56,6 +56,10 @@ MOST_RELATIVE_ERROR = 0.01
 """Of 16-bit output and gradients, root of the mean square: bfloat16 rounds to 0.0017 of a value."""
 MOST_LSE_ERROR = 1e-3
 MOST_GROWTH = 1.1
+MOST_GROWTH_OF_COPIES = 1.5
+"""Of dk and dv where ranks share a key/value head: each rounds its part before they are added, as
+much as a kernel that adds them rounds the sum, hence the root of two."""
+
 DEGREES = (1, 2, 4, 8)
 
 
@@ -314,6 +318,13 @@ def measure_profile(
         dist.destroy_process_group()
 
 
+def most_growth(name: str, tensor: str) -> float:
+    """By how much an error may grow with the degree: `name` is `8 key/value heads, degree 4`."""
+    num_kv_heads, degree = int(name.split()[0]), int(name.split()[-1])
+    is_copied = tensor in ("dk", "dv") and degree > num_kv_heads
+    return MOST_GROWTH_OF_COPIES if is_copied else MOST_GROWTH
+
+
 def failures(result: dict[str, Any]) -> list[str]:
     """What missed its bound."""
     missed = []
@@ -325,7 +336,7 @@ def failures(result: dict[str, Any]) -> list[str]:
     for name, errors in result["degrees"].items():
         first = result["degrees"][name.rsplit(" ", 1)[0] + " 1"]
         for tensor, error in errors.items():
-            if not error <= MOST_GROWTH * first[tensor]:
+            if not error <= most_growth(name, tensor) * first[tensor]:
                 missed.append(f"{name}: {tensor} is off by {error:.2e}, {first[tensor]:.2e} at 1")
     missed += [f"offsets: {name}" for name, good in result["offsets"].items() if not good]
     streams = result["streams"]

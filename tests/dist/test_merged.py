@@ -183,8 +183,9 @@ def test_large_scores_cost_a_ring_no_more_than_heads_alone(
             plan, 4, 4, 16, dtype="float32", seed=seed, row_multiple=4, has_sinks=has_sinks
         )
 
+    drawn = case(ULYSSES).draw()
+    assert float((drawn.q_NHD * drawn.k_NKD).sum(dim=2).max()) * 16**-0.5 > 1000
     alone, *others = check_cases([case(split) for split in SPLITS])
-    assert alone.errors["dq"] > 1e-5  # else scores are not large
     for split, result in zip(SPLITS[1:], others, strict=True):
         for name in ("out", "dq", "dk", "dv"):
             assert result.errors[name] <= 2 * alone.errors[name], (split, name, result.errors)
