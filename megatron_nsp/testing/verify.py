@@ -22,13 +22,13 @@ from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
 from megatron_nsp.plan.schedule import build_schedule, communicates
 from megatron_nsp.plan.traffic import sent_elements
 from megatron_nsp.plan.tree import Node, SPTree
-from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
-from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.attention import Layer, NestedBatch, nested_attention
 from megatron_nsp.runtime.groups import NestedGroups
-from megatron_nsp.runtime.kernels import AttentionMask, choose_kernel
+from megatron_nsp.runtime.kernels import AttentionMask
 from megatron_nsp.testing.logging_group import CollectiveLog, Record, logged_new_group
 from megatron_nsp.testing.oracle import AttentionInputs, Exact, attention_oracle
 from megatron_nsp.testing.ranks import run_ranks
+from megatron_nsp.testing.runtime import local_runtime
 
 DTYPES = {
     "float64": torch.float64,
@@ -36,7 +36,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -183,9 +182,7 @@ def run_case(
     numbers = layout.token_numbers(case.plan.lengths)
     q, k, v, dout = case.draw().rows(numbers, layout.num_filler_tokens)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    runtime = AttentionRuntime(
-        groups, choose_kernel(case.kernel, CPU), build_queue(CPU, case.overlap)
-    )
+    runtime = local_runtime(groups, case.kernel, overlap=case.overlap)
     sinks = case.sinks()
     if sinks is not None:
         leaves.append(sinks.requires_grad_())

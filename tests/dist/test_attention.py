@@ -14,14 +14,14 @@ from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.attention import NestedBatch, nested_attention
 from megatron_nsp.runtime.groups import NestedGroups
-from megatron_nsp.runtime.kernels import AttentionMask, choose_kernel
+from megatron_nsp.runtime.kernels import AttentionMask
 from megatron_nsp.testing.logging_group import CollectiveLog, logged_new_group
 from megatron_nsp.testing.random_plans import random_lengths, random_plan, random_tree
 from megatron_nsp.testing.ranks import RankError, run_ranks
-from megatron_nsp.testing.verify import CPU, AttentionCase, check_cases
+from megatron_nsp.testing.runtime import CPU, local_runtime
+from megatron_nsp.testing.verify import AttentionCase, check_cases
 
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (12, 12), (12, 3), (12, 1), (6, 2), (24, 24))
 TREE = SPTree(8, (1, 2, 4, 8))
@@ -140,7 +140,7 @@ def test_c5_to_heads_and_back_is_the_identity_bit_for_bit() -> None:
 
 def _echo(rank: int) -> bool:
     groups = NestedGroups.create(TREE, [range(8)])
-    runtime = AttentionRuntime(groups, EchoKernel(), build_queue(CPU, True))
+    runtime = local_runtime(groups, EchoKernel())
     rng, is_same = random.Random(11), True
     for seed in range(200):
         plan = random_plan(rng, TREE, random_lengths(rng, 8, 60))
@@ -166,9 +166,7 @@ def test_l2_the_autograd_function_passes_gradcheck() -> None:
 
 def _gradcheck(rank: int) -> bool:
     tree = SPTree(1, (1,))
-    runtime = AttentionRuntime(
-        NestedGroups.create(tree, [[0]]), choose_kernel("auto", CPU), build_queue(CPU, True)
-    )
+    runtime = local_runtime(NestedGroups.create(tree, [[0]]))
     batch = NestedBatch.build(forced(tree, [(5, 1, 0), (1, 1, 0), (3, 1, 0)]), 0, row_multiple=4)
     qkv = [
         torch.randn(12, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
@@ -198,7 +196,7 @@ def test_h1_a_recomputed_node_adds_one_prologue_and_one_epilogue() -> None:
 def _count_with_recompute(rank: int) -> tuple[int, int]:
     tree, log = SPTree(4, (1, 2, 4)), CollectiveLog()
     groups = NestedGroups.create(tree, [range(4)], logged_new_group(log))
-    runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, True))
+    runtime = local_runtime(groups)
     plan = forced(tree, [(30, 4, 0), (20, 2, 0), (20, 2, 1), (9, 1, 0)])
     batch, mask = NestedBatch.build(plan, rank), AttentionMask(0.3)
     counts = []
@@ -237,9 +235,7 @@ def _second_sample_with_changed_first(
 ) -> tuple[bool, bool]:
     """Whether the second sample's output stays, and whether the first one's change was seen."""
     tree = SPTree(4, (1, 2, 4))
-    runtime = AttentionRuntime(
-        NestedGroups.create(tree, [range(4)]), choose_kernel("auto", CPU), build_queue(CPU, True)
-    )
+    runtime = local_runtime(NestedGroups.create(tree, [range(4)]))
     plan = forced(tree, samples)
     batch = NestedBatch.build(plan, rank)
     numbers = batch.layout.token_numbers(plan.lengths)
@@ -278,7 +274,7 @@ def _groups_over_many_plans(rank: int) -> tuple[int, int, bool]:
     groups = NestedGroups.create(TREE, [range(8)], counted_new_group)
     groups.warm_up(CPU)
     created = len(calls)
-    runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, True))
+    runtime = local_runtime(groups)
     rng = random.Random(3)
     plans = [random_plan(rng, TREE, random_lengths(rng, 4, 20)) for _ in range(200)]
     plans.append(forced(TREE, [(9, 2, 3)]))
@@ -303,24 +299,21 @@ def _warm_up(rank: int) -> list[tuple[int, ...]]:
 
 def test_l4_the_first_message_is_the_failing_ranks_and_names_the_step() -> None:
     with pytest.raises(RankError, match="rank 1 failed") as caught:
-        run_ranks(4, _raise_in_prologue, timeout_s=5)
+        run_ranks(4, _raise_in_prologue)
     assert "out of memory (made up)" in str(caught.value)
     assert "fwd prologue of node 4:0" in str(caught.value)
 
 
 def _raise_in_prologue(rank: int) -> None:
     tree = SPTree(4, (1, 2, 4))
-    queue = build_queue(CPU, True)
-    runtime = AttentionRuntime(
-        NestedGroups.create(tree, [range(4)]), choose_kernel("auto", CPU), queue
-    )
+    runtime = local_runtime(NestedGroups.create(tree, [range(4)]))
     batch = NestedBatch.build(forced(tree, [(16, 4, 0)]), rank)
     if rank == 1:
 
         def fail(exchange: object) -> None:
             raise RuntimeError("out of memory (made up)")
 
-        queue.issue = fail  # type: ignore[method-assign]
+        runtime.queue.issue = fail  # type: ignore[method-assign]
     q = torch.ones(batch.layout.buffer_tokens, 4, 8)
     nested_attention(q, q, q, batch, AttentionMask(0.3), runtime)
 

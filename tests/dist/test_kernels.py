@@ -2,8 +2,12 @@
 
 import importlib
 import inspect
+import json
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +32,7 @@ from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.runtime.kernels.reference import ReferenceKernel
 from megatron_nsp.runtime.kernels.sink import add_sink, sink_gradient
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 BOUNDS = SampleBounds(np.array([0, 1, 8, 8 + 65]))
@@ -203,3 +208,31 @@ def test_strided_inputs_are_refused(kernel: CpuFlashKernel | ReferenceKernel) ->
     out, lse = kernel.forward(q, k, v, call)
     with pytest.raises(ValueError, match=r"kernel input 2 .* not contiguous"):
         kernel.backward(dout, AttentionState(q, strided, v, out, lse), call)
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_16_bits_run_whatever_vector_instructions_torch_is_told_to_use(capability: str) -> None:
+    """Long enough for the operator to pack keys where a processor has AMX."""
+    script = (
+        "import numpy as np, torch\n"
+        "from megatron_nsp.runtime.kernels import *\n"
+        "from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel\n"
+        "torch.manual_seed(0)\n"
+        "dout, q, k, v = (torch.randn(300, 4, 32).bfloat16() for _ in range(4))\n"
+        "call = VarlenCall(SampleBounds(np.array([0, 300])), AttentionMask(0.2))\n"
+        "for kind in (torch.bfloat16, torch.float32):\n"
+        "    g, *x = (t.to(kind) for t in (dout, q, k, v))\n"
+        "    out, lse = CpuFlashKernel().forward(*x, call)\n"
+        "    grads = CpuFlashKernel().backward(g, AttentionState(*x, out, lse), call)\n"
+        "    print([float(t.double().norm()) for t in (out, lse, *grads)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    narrow, wide = (json.loads(line) for line in done.stdout.splitlines())
+    assert narrow == pytest.approx(wide, rel=1e-2) and narrow[1] == wide[1]

@@ -19,14 +19,14 @@ from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import SavedSamples
 from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
+from megatron_nsp.runtime.attention import Layer, NestedBatch, nested_attention
 from megatron_nsp.runtime.backends.base import Exchange
 from megatron_nsp.runtime.executor import CommunicationQueue, Pending, build_queue
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionMask, choose_native
-from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.testing.oracle import AttentionInputs, attention_oracle
 from megatron_nsp.testing.ranks import run_ranks
+from megatron_nsp.testing.runtime import local_runtime
 from tests.dist.kernel_packages import installed
 from tests.dist.package_calls import Package
 from tests.dist.te_cp_package import te_cp
@@ -96,7 +96,7 @@ def attend(
     rows = batch.layout.token_numbers(plan.lengths)
     q, k, v, dout = draw(plan, seed).rows(rows, batch.layout.num_filler_tokens)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    runtime = AttentionRuntime(groups, CpuFlashKernel(), queue, native)
+    runtime = local_runtime(groups, queue=queue, native=native)
     mask = AttentionMask(0.25, window_left=window_left)
     out = nested_attention(q, k, v, batch, mask, runtime)
     out.backward(dout)
@@ -229,9 +229,7 @@ def refusals(
     plan = Plan.from_nodes(TREE, [8], [root], splits={(0, root): Split(4, outer)})
     groups: Any = {root: object()}
     batch = NestedBatch.build(plan, 0, saved_samples=SavedSamples({(0, root): saved}))
-    runtime = AttentionRuntime(
-        NestedGroups(TREE, 0, 0, groups), CpuFlashKernel(), build_queue(CPU, False), native
-    )
+    runtime = local_runtime(NestedGroups(TREE, 0, 0, groups), overlap=False, native=native)
     q, k, v = (
         torch.zeros(batch.layout.buffer_tokens, n, 8) for n in (8, num_kv_heads, num_kv_heads)
     )
@@ -263,7 +261,7 @@ def on_rank_in_flight(rank: int, plans: list[Plan]) -> dict[str, Any]:
     queue = WatchedQueue(build_queue(CPU, overlap=True))
     mask, found, has_graph = AttentionMask(0.25), {}, {}
     with stood_in(package, queue) as native:
-        runtime = AttentionRuntime(groups, CpuFlashKernel(), queue, native)
+        runtime = local_runtime(groups, queue=queue, native=native)
         calls = []
         for seed, plan in enumerate(plans):
             batch = NestedBatch.build(plan, rank)

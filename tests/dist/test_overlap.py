@@ -10,11 +10,11 @@ import torch
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.runtime import executor
-from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.runtime.attention import NestedBatch, nested_attention
 from megatron_nsp.runtime.backends.base import Exchange
-from megatron_nsp.runtime.executor import build_queue
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionMask
+from megatron_nsp.testing.runtime import local_runtime
 
 TREE = SPTree(4, (1, 2, 4))
 OUTER, INNER = TREE.node(4, 0), TREE.node(2, 0)
@@ -74,7 +74,7 @@ def passes(overlap: bool, node: SlowNode, monkeypatch: pytest.MonkeyPatch) -> li
     """What happened in a forward and a backward pass of rank 0, each in the order of starting."""
     monkeypatch.setattr(executor, "run_exchange", node.exchange)
     groups = NestedGroups(TREE, 0, 0, {OUTER: "outer", INNER: "inner"})  # type: ignore[dict-item]
-    runtime = AttentionRuntime(groups, node, build_queue(torch.device("cpu"), overlap))
+    runtime = local_runtime(groups, node, overlap=overlap)
     plan = Plan.from_nodes(TREE, [8, 4], [OUTER, INNER])
     batch = NestedBatch.build(plan, rank=0, overlap=overlap)
     q = torch.ones(4, 4, 8, requires_grad=True)

@@ -15,13 +15,12 @@ from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
-from megatron_nsp.runtime.executor import build_queue
 from megatron_nsp.runtime.groups import NestedGroups
-from megatron_nsp.runtime.kernels import AttentionMask, choose_kernel
+from megatron_nsp.runtime.kernels import AttentionMask
 from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.testing.logging_group import CollectiveLog, Record, logged_new_group
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.testing.verify import CPU
+from megatron_nsp.testing.runtime import local_runtime
 
 TREE = SPTree(4, (1, 2, 4))
 NODES = [TREE.node(4, 0), TREE.node(4, 0), TREE.node(2, 0), TREE.node(2, 1), TREE.node(1, 1)]
@@ -78,7 +77,7 @@ def attend(qkv: list[Tensor], batch: NestedBatch, runtime: AttentionRuntime, lay
 def _sleepy_rounds(rank: int) -> list[tuple[Record, ...]]:
     log = CollectiveLog()
     groups = NestedGroups.create(TREE, [range(4)], logged_new_group(log))
-    runtime = AttentionRuntime(groups, SleepyKernel(rank), build_queue(CPU, overlap=True))
+    runtime = local_runtime(groups, SleepyKernel(rank))
     rounds, names = [], [*MARKS]
     for number in range(ROUNDS):
         batch = NestedBatch.build(PLAN, rank, saved_samples=MARKS[names[number % len(names)]])
@@ -112,7 +111,7 @@ def test_h1_ranks_agree_on_every_exchange_however_late_each_one_is() -> None:
 def _broken_off_then_repeated(rank: int) -> bool:
     """A forward pass whose backward never comes, then the batch runs once more."""
     groups = NestedGroups.create(TREE, [range(4)])
-    runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, overlap=True))
+    runtime = local_runtime(groups)
     batch = NestedBatch.build(PLAN, rank, saved_samples=MARKS["everything"])
     gradients = []
     for changed in (True, False, False):
@@ -136,7 +135,7 @@ def test_what_a_broken_off_pass_saved_is_replaced_by_the_next() -> None:
 
 def _evaluate(rank: int) -> bool:
     groups = NestedGroups.create(TREE, [range(4)])
-    runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, overlap=True))
+    runtime = local_runtime(groups)
     batch = NestedBatch.build(PLAN, rank, saved_samples=MARKS["everything"])
     with torch.no_grad():
         for layer in (None, Layer(1, is_training=False)):

@@ -25,13 +25,12 @@ from megatron_nsp.plan.saving import (
     unrecomputed_bytes,
 )
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.runtime.attention import AttentionRuntime, Layer, NestedBatch, nested_attention
-from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.attention import Layer, NestedBatch, nested_attention
 from megatron_nsp.runtime.groups import NestedGroups
-from megatron_nsp.runtime.kernels import choose_kernel
 from megatron_nsp.runtime.kernels.base import lse_dtype
 from megatron_nsp.testing.ranks import run_ranks
-from megatron_nsp.testing.verify import CPU, DTYPES, AttentionCase
+from megatron_nsp.testing.runtime import local_runtime
+from megatron_nsp.testing.verify import DTYPES, AttentionCase
 from tests.dist.test_backends import random_cases
 
 
@@ -89,7 +88,7 @@ def count_and_predict(
         plan, rank, 0, case.row_multiple, case.overlap, saved or NOTHING_SAVED
     )
     leaves = leaves_of(case, batch)
-    runtime = AttentionRuntime(groups, choose_kernel("auto", CPU), build_queue(CPU, case.overlap))
+    runtime = local_runtime(groups, overlap=case.overlap)
     layer = Layer(1, is_training=True, output_stays=stays)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import Node, SPTree
 from megatron_nsp.runtime import executor
-from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
+from megatron_nsp.runtime.attention import NestedBatch, nested_attention
 from megatron_nsp.runtime.backends.base import Exchange
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import (
@@ -29,6 +29,7 @@ from megatron_nsp.runtime.kernels import (
     VarlenCall,
     kernel_class,
 )
+from megatron_nsp.testing.runtime import local_runtime
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
 FORWARD = (  # noqa: SIM905 - the order of the extension's arguments
@@ -115,8 +116,7 @@ def test_te_is_called_once_a_node_with_local_heads_and_no_cp(
     plan = Plan.from_nodes(tree, [n for lengths in placed.values() for n in lengths], nodes)
     groups: Any = {Node(node.depth, 0): object() for node in nodes if tree.degree(node) > 1}
     kernel = kernel_class(name)()
-    queue = executor.build_queue(torch.device("cpu"), overlap=False)
-    runtime = AttentionRuntime(NestedGroups(tree, 0, 0, groups), kernel, queue)
+    runtime = local_runtime(NestedGroups(tree, 0, 0, groups), kernel, overlap=False)
     batch = NestedBatch.build(plan, 0)
     rows, mask = batch.layout.buffer_tokens, AttentionMask(0.125, window_left=window_left)
     with mock.patch.object(executor, "run_exchange", exchange), torch.no_grad():

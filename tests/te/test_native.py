@@ -15,13 +15,12 @@ from megatron_nsp.plan.backends import NATIVE, OURS
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.split import Split
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.attention import NestedBatch, nested_attention
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionMask
-from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.testing.oracle import AttentionInputs, attention_oracle
 from megatron_nsp.testing.ranks import run_ranks
+from megatron_nsp.testing.runtime import local_runtime
 from tests.te.te_on_cpu import te_module_on_cpu
 
 CPU, MASK = torch.device("cpu"), AttentionMask(0.25)
@@ -58,7 +57,7 @@ def on_rank(rank: int, cases: list[Case]) -> list[tuple[list[int], dict[str, Ten
         from megatron_nsp.runtime.kernels.te_cp import TeContextParallel
 
         native = TeContextParallel()
-        runtime = AttentionRuntime(groups, CpuFlashKernel(), build_queue(CPU, True), native)
+        runtime = local_runtime(groups, native=native)
         setter = DotProductAttention.set_context_parallel_group
         with mock.patch.object(
             DotProductAttention, "set_context_parallel_group", autospec=True, side_effect=setter

@@ -10,13 +10,12 @@ from torch import Tensor
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.split import ULYSSES, Split
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch, nested_attention
-from megatron_nsp.runtime.executor import build_queue
+from megatron_nsp.runtime.attention import NestedBatch, nested_attention
 from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import AttentionMask
-from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from megatron_nsp.testing.oracle import AttentionInputs, attention_oracle
 from megatron_nsp.testing.ranks import run_ranks
+from megatron_nsp.testing.runtime import local_runtime
 from tests.te.te_on_cpu import rows_of_rank, te_attention
 
 CPU = torch.device("cpu")
@@ -57,7 +56,7 @@ def on_ours(rank: int, split: Split, dtype: torch.dtype, is_causal: bool) -> tup
     rows = batch.layout.token_numbers(plan.lengths)
     q, k, v, dout = inputs.rows(rows, batch.layout.num_filler_tokens)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    runtime = AttentionRuntime(groups, CpuFlashKernel(), build_queue(CPU, overlap=True))
+    runtime = local_runtime(groups)
     mask = AttentionMask(q.shape[2] ** -0.5, is_causal)
     out = nested_attention(leaves[0], leaves[1], leaves[2], batch, mask, runtime)
     out.backward(dout)
