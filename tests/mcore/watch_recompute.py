@@ -115,10 +115,10 @@ def run_every_step_twice() -> None:
 
 def mark_otherwise(rank: int) -> None:
     """Makes one rank save one sample less than its plan says."""
-    from megatron_nsp.mcore import job
+    from megatron_nsp.mcore import planning
     from megatron_nsp.plan.saving import SavedSamples
 
-    mark = job.mark_saved
+    mark = planning.mark_saved
 
     def other(*args: Any) -> SavedSamples:
         saved = mark(*args)
@@ -127,4 +127,4 @@ def mark_otherwise(rank: int) -> None:
         (key, count), *rest = saved.num_saved.items()
         return SavedSamples({key: count - 1, **dict(rest)}, saved.rank_bytes)
 
-    job.mark_saved = other
+    planning.mark_saved = other
