@@ -61,6 +61,10 @@ class AttentionInputs:
         return filled[0], filled[1], filled[2], filled[3]
 
 
+CANCELLED = 0.2
+"""A value smaller than this share of its terms has cancelled."""
+
+
 @dataclass(frozen=True)
 class Exact:
     """What attention and its gradients are, and the scale of each that errors are held against.
@@ -68,13 +72,13 @@ class Exact:
     Attributes:
         values: `out`, `dq`, `dk`, `dv` of the whole batch in float64, and `dsink` if there are
             sinks.
-        scales: by name, the norm of a value or, if that is more, of the root of the sum of the
-            squares of the terms that each of its elements is the sum of.
+        scales: by name, the norm of a value; where it has cancelled, `CANCELLED` times the root
+            of the sum of the squares of the terms that its elements are sums of.
 
     Terms may cancel: dq and dk of a token that sees itself alone are zero by definition, the
     difference of two numbers that a kernel rounds. A norm of the value would then hold rounding
     against nothing. The terms cannot vanish unless the inputs do, and where their signs are random
-    both norms are about the same: no error is made light of.
+    both norms are about the same: an error is held against the value unless that says nothing.
     """
 
     values: dict[str, Tensor]
@@ -125,7 +129,9 @@ def attention_oracle(
         for name, x in sums.items()
     }
     scales = {
-        name: max(float(np.linalg.norm(sums[name])), float(np.sqrt(squares[name].sum())))
+        name: max(
+            float(np.linalg.norm(sums[name])), CANCELLED * float(np.sqrt(squares[name].sum()))
+        )
         for name in sums
     }
     return Exact(values, scales)

@@ -142,12 +142,11 @@ def test_a_gradient_that_vanishes_has_a_scale() -> None:
 
 @pytest.mark.parametrize("lengths", [[300], [64, 32, 9, 1, 1], [9]])
 def test_a_thousandth_too_much_is_found_where_nothing_vanishes(lengths: list[int]) -> None:
-    """Scales stay within a few times the norm, so they make light of no fault."""
+    """A value that has not cancelled is its own scale, so no fault is made light of."""
     exact = attention_oracle(draw(np.array(lengths))[0], np.array(lengths), AttentionMask(0.3))
     wrong = {name: x * 1.001 for name, x in exact.values.items()}
     errors = exact.errors(wrong)
-    assert min(errors["out"], errors["dv"]) > 5e-4
-    assert min(errors["dq"], errors["dk"]) > 1e-4
+    assert list(errors.values()) == pytest.approx([1e-3] * len(errors))
 
 
 def test_swapped_rows_and_gradients_are_found() -> None:
