@@ -22,6 +22,7 @@ from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.config import PretrainConfigContainer
 
 from megatron_nsp.mcore import parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
@@ -37,7 +38,9 @@ from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
+from megatron_nsp.mcore.refusals import check_words
 from megatron_nsp.mcore.step_log import ExposedStep
+from megatron_nsp.mcore.verdict import in_one_line, one_line, refuse_usage
 from megatron_nsp.runtime.attention import AttentionRuntime
 from megatron_nsp.runtime.executor import NodeError, build_queue
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
@@ -50,6 +53,7 @@ REFUSAL_WAIT_S = 10.0
 def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our flags to Megatron's parser and sets the defaults nested attention needs."""
     add_nsp_args(parser)
+    parser.error = refuse_usage  # type: ignore[method-assign]
     parser.set_defaults(
         attention_dropout=0.0,
         eval_iters=0,
@@ -67,28 +71,30 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
     Raises:
         ValueError: a flag cannot be used; one line that names it.
     """
-    raw = parse_args(add_args)
+    check_words(sys.argv)
+    with in_one_line(is_parsing=True):
+        raw = parse_args(add_args)
     job = Job.from_args(raw, config_from_args(raw))
     defaults = {
         "micro_batch_size": 1,
         "global_batch_size": job.tree.num_ranks * job.size.num_micro_batches,
         "dataloader_type": "external",
     }
-    try:
+    with in_one_line():
         args = parse_and_validate_args(add_args, args_defaults=defaults)
-    except AssertionError as error:  # how Megatron refuses flags
-        raise ValueError(_one_line(error)) from error
-    except (AttributeError, LookupError, OSError, TypeError) as error:  # files that flags name
-        raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from error
     return args, dataclasses.replace(job, args=args)
 
 
-def _one_line(error: BaseException) -> str:
-    """An error's text in one line; an assertion often has none, then its place says more."""
-    if text := str(error).strip():
-        return " ".join(text.split())
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"at {place.filename}:{place.lineno}: {place.line}"
+def configure(args: argparse.Namespace, job: Job) -> PretrainConfigContainer:
+    """Megatron's configuration of the run, with nested attention in its model.
+
+    Raises:
+        ValueError: Megatron or the planner's cost model refuses a flag; one line that names it.
+    """
+    with in_one_line():
+        config = pretrain_cfg_container_from_args(args, model_config(args))
+        JobPlanning.of(job)
+    return config
 
 
 class Trainer:
@@ -255,7 +261,7 @@ class Trainer:
         if isinstance(error, NodeError) and self.step is not None:
             documents = self.step.batch.documents[error.samples].tolist()
             where.append(f"documents {documents[:8]}{'...' if len(documents) > 8 else ''}")
-        return f"nsp: {', '.join(where)}: {type(error).__name__}: {_one_line(error)}"
+        return f"nsp: {', '.join(where)}: {type(error).__name__}: {one_line(error)}"
 
 
 def refuse(error: ValueError) -> NoReturn:
@@ -281,14 +287,13 @@ def main() -> None:
     """
     try:
         args, job = parse_job()
-        model = model_config(args)  # Megatron checks the model's own flags here
+        config = configure(args, job)
     except ValueError as error:
         refuse(error)
     at_start.apply()
     parallel_state.install(job.tree)
     resume.compare_on_load(args, job)
     trainer = Trainer(args, job)
-    config = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(config, trainer, ModelType.encoder_or_decoder, trainer.forward_step)
         trainer.end()

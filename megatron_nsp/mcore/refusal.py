@@ -75,6 +75,10 @@ DERIVED: Mapping[str, Derived] = {
     "kv_heads": Derived(
         ("num_attention_heads", "group_query_attention", "num_query_groups"), kv_heads
     ),
+    "expert_tensor_ranks": Derived(
+        ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+        lambda args: args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+    ),
     "longest": Derived(("nsp_max_length", "seq_length"), longest_sample),
     "idle_save_budget_gb": Derived(
         (

@@ -63,6 +63,22 @@ def _only(
     )
 
 
+def _off(flag: str, why: str, reason: str) -> Refusal:
+    """Refuses whatever an argument is set to."""
+    name = flag[2:].replace("-", "_")
+    return Refusal(flag, bool, f"{flag} cannot be used: {why}", reason, (name,))
+
+
+def _more_shards(flag: str, name: str, tensor_parallel: str) -> Refusal:
+    return Refusal(
+        flag,
+        lambda shards, ranks: shards is not None and ranks is not None and shards > ranks,
+        f"{flag} {{{name}}} cannot be used: it takes ranks out of the domain to shard weights over",
+        "what one rank of the domain keeps of a weight, all of them keep",
+        (name, tensor_parallel),
+    )
+
+
 def _data_of_shares(given: str | Sequence[str] | None) -> str | None:
     if given in (None, _DEFAULT_SPLIT):
         return None
@@ -181,6 +197,12 @@ _SIZES = (
 
 _GRAPHS = "a graph has fixed sizes"
 
+YAML_CFG = _off(
+    "--yaml-cfg",
+    "it takes the place of the command line, and of what nested sequence parallelism is told on it",
+    "Megatron reads the file in place of the flags that it has parsed",
+)
+
 REFUSALS: Mapping[str, Sequence[Refusal]] = {
     "Sizes": [_least_one(flag, flag[2:].replace("-", "_")) for flag in _SIZES],
     "CPU ranks": [_not_on_cpu(name, argument) for name, argument in CPU_ARGS.items()],
@@ -207,6 +229,12 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             lambda num_attention_heads: num_attention_heads is None,
             "--num-attention-heads must be given",
             "heads decide which degrees there are",
+        ),
+        Refusal(
+            "--num-layers",
+            lambda num_layers: num_layers is None,
+            "--num-layers must be given, or --hybrid-layer-pattern",
+            "there is one stack of layers",
         ),
         Refusal(
             "--num-query-groups",
@@ -242,6 +270,16 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "pipeline_model_parallel_layout",
             "--pipeline-model-parallel-layout is not supported yet",
             "layers of a stage are counted from equal shares",
+        ),
+        _more_shards(
+            "--tensor-parallel-num-weight-shards",
+            "tensor_parallel_num_weight_shards",
+            "tensor_model_parallel_size",
+        ),
+        _more_shards(
+            "--expert-tensor-parallel-num-weight-shards",
+            "expert_tensor_parallel_num_weight_shards",
+            "expert_tensor_ranks",
         ),
         Refusal(
             "--sequence-parallel",
@@ -382,6 +420,16 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--log-max-attention-logit is not supported",
             "kernels do not give the largest score",
             False,
+        ),
+        _off(
+            "--use-kitchen-attention",
+            "--nsp-kernel runs attention",
+            "core attention is exchanged, and with it the kernel",
+        ),
+        _off(
+            "--batch-invariant-mode",
+            "it is a property of the kernels that Megatron's own core attention calls",
+            "core attention is exchanged, and with it the kernel",
         ),
         Refusal(
             "--multi-latent-attention",
@@ -529,6 +577,12 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "every N-th layer has experts, or those with a 1",
         ),
         Refusal(
+            "--moe-router-topk",
+            lambda num_experts, moe_router_topk: num_experts and moe_router_topk > num_experts,
+            "--moe-router-topk {moe_router_topk} is more than --num-experts {num_experts}",
+            "Megatron fails in the first step",
+        ),
+        Refusal(
             "--moe-aux-loss-coeff",
             lambda num_experts, moe_aux_loss_coeff: (
                 num_experts and _has_coefficient(moe_aux_loss_coeff)
@@ -573,6 +627,20 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "drops tokens by the counts of one rank",
             "which tokens are dropped would depend on the plan",
         ),
+        _off(
+            "--moe-expert-rank-capacity-factor",
+            "it drops tokens by the counts of one rank",
+            "which tokens are dropped would depend on the plan",
+        ),
+        Refusal(
+            "--mlp-chunks-for-training",
+            lambda num_experts, mlp_chunks_for_training: (
+                num_experts and mlp_chunks_for_training > 1
+            ),
+            "--mlp-chunks-for-training {mlp_chunks_for_training} with experts cannot be used: "
+            "chunks hide from the router which tokens are filler",
+            "Megatron passes the mask of filler tokens to whole buffers alone",
+        ),
         Refusal(
             "--num-experts",
             lambda num_experts, tensor_model_parallel_size, sequence_parallel: (
@@ -600,7 +668,89 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "ranks hold different numbers of tokens",
         ),
     ],
+    "Other loops": [
+        YAML_CFG,
+        _off("--encoder-num-layers", "give --num-layers", "there is one stack of layers"),
+        _off("--decoder-num-layers", "give --num-layers", "there is one stack of layers"),
+        _off("--encoder-seq-length", "give --seq-length", "there is one stack of layers"),
+        _off("--decoder-seq-length", "give --seq-length", "there is one stack of layers"),
+        _off(
+            "--perform-rl-step",
+            "documents come from --data-path, not from a policy",
+            "its samples are made while the run goes on",
+        ),
+        _off(
+            "--vision-pretraining",
+            "documents hold tokens, not images",
+            "Megatron asks a model of images for its gradients",
+        ),
+        _off(
+            "--fim-data",
+            "documents are trained on as they stand",
+            "it cuts samples of one length out of documents and moves their middle to the end",
+        ),
+        _off(
+            "--sft",
+            "documents come from --data-path as tokens",
+            "it reads conversations, and averages evaluation losses over micro-batches",
+        ),
+        _off(
+            "--per-dataset-sequences-path",
+            "the lengths of documents are read from each .idx file",
+            "it lists the sizes of data sets to save looking at them",
+        ),
+        _off(
+            "--multiple-validation-sets",
+            "a run evaluates on one data set",
+            "Megatron asks for an iterator for each",
+        ),
+        _off(
+            "--full-validation",
+            "an evaluation has --eval-iters steps",
+            "Megatron counts the batches of its own loader",
+        ),
+        _off(
+            "--phase-transition-iterations",
+            "the draw of documents goes on through the run",
+            "Megatron would start the documents of a phase at its first one",
+        ),
+        _off(
+            "--logits-save-dir",
+            "rows of a buffer are no samples of one length",
+            "the files are read again by sample",
+        ),
+        _off(
+            "--logits-load-dir",
+            "rows of a buffer are no samples of one length",
+            "the files are written by sample",
+        ),
+        _off(
+            "--freeze-all-layers",
+            "Megatron 0.19 trains the layers of a configured model all the same",
+            "its model builder does not look at the flag",
+        ),
+        _off(
+            "--inprocess-restart",
+            "nothing starts the run again",
+            "the training script has to wrap itself",
+        ),
+        _off(
+            "--fake-process-group",
+            "attention needs what other ranks send",
+            "nothing would be exchanged",
+        ),
+        _off(
+            "--lazy-mpu-init",
+            "Megatron 0.19 trains without groups then, and fails",
+            "its loop does not finish what the flag puts off",
+        ),
+    ],
     "Precision, graphs and checkpoints": [
+        _off(
+            "--use-torch-fsdp2",
+            "it divides gradients by ranks and then by all tokens; --use-megatron-fsdp does not",
+            "torch averages gradients where Megatron divides their sum by tokens",
+        ),
         _only(
             "--fp8-format",
             "fp8",
@@ -699,6 +849,19 @@ def all_refusals() -> Iterator[Refusal]:
     for rows in REFUSALS.values():
         yield from rows
     yield from KERNEL_REFUSALS
+
+
+def check_words(argv: Sequence[str]) -> None:
+    """Checks what would keep a command line from being parsed.
+
+    Args:
+        argv: its words.
+
+    Raises:
+        ValueError: a flag cannot be used; one line that names it.
+    """
+    if any(word.partition("=")[0] == YAML_CFG.flag for word in argv):
+        raise ValueError(YAML_CFG.message)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -405,4 +405,73 @@ EXAMPLES = (
         "--nsp-kernel te-module gives no LSE, which --nsp-save-budget-gb 2 needs",
         kernel="te-module",
     ),
+    Example("", "--num-layers must be given, or --hybrid-layer-pattern", without="--num-layers 2"),
+    Example(
+        "--tensor-parallel-num-weight-shards 2",
+        "--tensor-parallel-num-weight-shards 2 cannot be used: it takes ranks out of the domain to "
+        "shard weights over",
+    ),
+    Example(
+        "--expert-tensor-parallel-num-weight-shards 2",
+        "--expert-tensor-parallel-num-weight-shards 2 cannot be used: it takes ranks out of the "
+        "domain to shard weights over",
+    ),
+    Example(
+        "--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4"
+    ),
+    Example(
+        "--num-experts 4 --mlp-chunks-for-training 2",
+        "--mlp-chunks-for-training 2 with experts cannot be used: chunks hide from the router "
+        "which tokens are filler",
+    ),
+    *(
+        Example(flags, f"{flags.split()[0]} cannot be used: {why}")
+        for flags, why in (
+            (
+                "--yaml-cfg job.yaml",
+                "it takes the place of the command line, and of what nested sequence parallelism is told on it",
+            ),
+            ("--encoder-num-layers 2", "give --num-layers"),
+            ("--decoder-num-layers 2", "give --num-layers"),
+            ("--encoder-seq-length 512", "give --seq-length"),
+            ("--decoder-seq-length 512", "give --seq-length"),
+            ("--perform-rl-step", "documents come from --data-path, not from a policy"),
+            ("--vision-pretraining", "documents hold tokens, not images"),
+            ("--fim-data", "documents are trained on as they stand"),
+            ("--sft", "documents come from --data-path as tokens"),
+            (
+                "--per-dataset-sequences-path sizes.json",
+                "the lengths of documents are read from each .idx file",
+            ),
+            ("--multiple-validation-sets", "a run evaluates on one data set"),
+            ("--full-validation", "an evaluation has --eval-iters steps"),
+            (
+                "--phase-transition-iterations 5",
+                "the draw of documents goes on through the run",
+            ),
+            ("--logits-save-dir logits", "rows of a buffer are no samples of one length"),
+            ("--logits-load-dir logits", "rows of a buffer are no samples of one length"),
+            (
+                "--freeze-all-layers",
+                "Megatron 0.19 trains the layers of a configured model all the same",
+            ),
+            ("--inprocess-restart", "nothing starts the run again"),
+            ("--fake-process-group", "attention needs what other ranks send"),
+            ("--lazy-mpu-init", "Megatron 0.19 trains without groups then, and fails"),
+            (
+                "--use-torch-fsdp2",
+                "it divides gradients by ranks and then by all tokens; --use-megatron-fsdp does "
+                "not",
+            ),
+            ("--use-kitchen-attention", "--nsp-kernel runs attention"),
+            (
+                "--batch-invariant-mode",
+                "it is a property of the kernels that Megatron's own core attention calls",
+            ),
+            (
+                "--moe-expert-rank-capacity-factor 1.5",
+                "it drops tokens by the counts of one rank",
+            ),
+        )
+    ),
 )
