@@ -43,8 +43,9 @@ class NSPConfig:
     Engine's own ring, or its own exchange of heads, which must all divide), or 'auto', for each
     node what is fastest of all but those of Transformer Engine."""
 
-    batch_tokens: int = 16384
-    """Tokens of one optimizer step: whole samples are drawn until this many are reached."""
+    batch_tokens: int | None = None
+    """Tokens of one optimizer step: whole samples are drawn until this many are reached; without it
+    as many as Megatron's --global-batch-size samples of --seq-length hold."""
 
     max_length: int | None = None
     """Longest sample to train on, in tokens; without it Megatron's --seq-length."""

@@ -35,7 +35,7 @@ def add_nsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     A parser that has the flags stays as it is: Megatron patched with `patches/` adds them.
     """
-    if parser.get_default(_destination("batch_tokens")) is not None:
+    if parser.get_default(_destination("policy")) is not None:
         return parser
     group = parser.add_argument_group("nested sequence parallelism")
     hints, docs = get_type_hints(NSPConfig), field_docs()

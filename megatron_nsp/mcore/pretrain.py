@@ -6,7 +6,6 @@ main() -> check flags (no process group yet) -> megatron.training.pretrain
 """
 
 import argparse
-import dataclasses
 import os
 import sys
 import time
@@ -21,10 +20,12 @@ from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.checkpointing import load_args_from_checkpoint
+from megatron.training.global_vars import set_global_variables
 
 from megatron_nsp.mcore import parallel_state, resume
-from megatron_nsp.mcore.args import add_nsp_args, config_from_args
+from megatron_nsp.mcore.args import add_nsp_args
 from megatron_nsp.mcore.cpu.args import set_cpu_defaults
 from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.data import NestedDataIterator
@@ -37,11 +38,15 @@ from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
+from megatron_nsp.mcore.replacements import drop_context_parallelism
 from megatron_nsp.mcore.step_log import ExposedStep
 from megatron_nsp.runtime.attention import AttentionRuntime
 from megatron_nsp.runtime.executor import NodeError, build_queue
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
 from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner
+
+MEGATRON_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 1}
+"""What `pretrain_gpt.py` falls back to, and the size of a micro-batch."""
 
 REFUSAL_WAIT_S = 10.0
 """How long a rank that refuses lets rank 0 speak first."""
@@ -67,20 +72,23 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
     Raises:
         ValueError: a flag cannot be used; one line that names it.
     """
-    raw = parse_args(add_args)
-    job = Job.from_args(raw, config_from_args(raw))
-    defaults = {
-        "micro_batch_size": 1,
-        "global_batch_size": job.tree.num_ranks * job.size.num_micro_batches,
-        "dataloader_type": "external",
-    }
+    args = parse_args(add_args)
     try:
-        args = parse_and_validate_args(add_args, args_defaults=defaults)
+        if args.use_checkpoint_args:
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
+        for name, value in MEGATRON_DEFAULTS.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        job = Job.from_args(args)
+        validate_args(args)
+        set_global_variables(args)
     except AssertionError as error:  # how Megatron refuses flags
         raise ValueError(_one_line(error)) from error
     except (AttributeError, LookupError, OSError, TypeError) as error:  # files that flags name
         raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from error
-    return args, dataclasses.replace(job, args=args)
+    drop_context_parallelism(args)
+    return args, job
 
 
 def _one_line(error: BaseException) -> str:
@@ -130,7 +138,8 @@ class Trainer:
         """
         if args.dataloader_type == "single":
             args.dataloader_type = None  # Megatron's validation filled in its default
-        job = Job.from_args(args, config_from_args(args))
+        job = Job.from_args(args)
+        drop_context_parallelism(args)
         at_start.apply()
         parallel_state.configure(job.tree)
         resume.compare_on_load(args, job)
@@ -284,6 +293,8 @@ def main() -> None:
         model = model_config(args)  # Megatron checks the model's own flags here
     except ValueError as error:
         refuse(error)
+    if args.rank == 0:
+        print(*(f"nsp: {notice}" for notice in job.notices), sep="\n", flush=True)
     at_start.apply()
     parallel_state.install(job.tree)
     resume.compare_on_load(args, job)

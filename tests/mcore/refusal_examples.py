@@ -52,6 +52,15 @@ EXAMPLES = (
         "--pipeline-model-parallel-size must be at least 1, got -2",
     ),
     Example("--global-batch-size 0", "--global-batch-size must be at least 1, got 0"),
+    *(
+        Example(f"{flag} 0", f"{flag} must be at least 1, got 0")
+        for flag in (
+            "--context-parallel-size",
+            "--micro-batch-size",
+            "--eval-micro-batch-size",
+            "--eval-global-batch-size",
+        )
+    ),
     Example("--seed 0", "--seed must be at least 1, got 0"),
     Example("--num-layers 0", "--num-layers must be at least 1, got 0"),
     Example("--hidden-size 0", "--hidden-size must be at least 1, got 0"),
@@ -104,9 +113,8 @@ EXAMPLES = (
         "--nsp-backend te-a2a serves no attention sinks: --softmax-type learnable",
     ),
     Example(
-        "--context-parallel-size 2",
-        "--context-parallel-size must be 1 with nested sequence parallelism, which shares samples"
-        " over the data-parallel ranks itself; got 2",
+        "--context-parallel-size 4",
+        "--context-parallel-size 4 does not divide the 6 data-parallel ranks",
     ),
     Example(
         "--nsp-save-budget-gb 2",
@@ -154,14 +162,14 @@ EXAMPLES = (
         "same number of tokens on every rank",
     ),
     Example(
-        "--micro-batch-size 2",
-        "--micro-batch-size must be 1, got 2: a micro-batch is one packed buffer; "
-        "--nsp-batch-tokens sets the size of a step",
+        "--position-embedding-type learned_absolute --nsp-max-length 1024",
+        "--max-position-embeddings 512 does not reach the longest sample of 1024 tokens that "
+        "--nsp-max-length or --seq-length allows",
     ),
     Example(
-        "--global-batch-size 7",
-        "--global-batch-size 7 is no multiple of the 6 data-parallel ranks; it sets the "
-        "micro-batches of a step, one for each multiple",
+        "--nsp-batch-tokens 64 --step-batch-size-schedule 0:6",
+        "--nsp-batch-tokens 64 cannot be used with --step-batch-size-schedule 0:6, which sets the "
+        "size of every step",
     ),
     Example("--attention-dropout 0.1", "--attention-dropout must be 0, got 0.1"),
     Example(
@@ -280,18 +288,7 @@ EXAMPLES = (
         "--eval-iters 2 --valid-data-path x",
         "--eval-iters 2 needs --valid-data-path, and --train-data-path in place of --data-path",
     ),
-    Example(
-        "--position-embedding-type learned_absolute --nsp-max-length 1024",
-        "--max-position-embeddings 512 does not reach the longest sample of 1024 tokens that "
-        "--nsp-max-length or --seq-length allows",
-    ),
     Example("--mock-data", "--mock-data cannot be used: documents come from --data-path"),
-    Example(
-        "--train-samples 100",
-        "--train-samples 100 cannot be used: steps hold different numbers of samples; give "
-        "--train-iters",
-    ),
-    Example("--dataloader-type cyclic", "--dataloader-type must be external, got cyclic"),
     Example("", "--num-attention-heads must be given", without="--num-attention-heads 8"),
     Example(
         "--tensor-model-parallel-size 3",
@@ -304,15 +301,6 @@ EXAMPLES = (
     Example(
         "--pipeline-model-parallel-layout Et|tL",
         "--pipeline-model-parallel-layout is not supported yet, got Et|tL",
-    ),
-    Example(
-        "",
-        "--calculate-per-token-loss is required: ranks hold different numbers of tokens",
-        without="--calculate-per-token-loss",
-    ),
-    Example(
-        "--rampup-batch-size 6 6 60",
-        "--rampup-batch-size cannot be used: the micro-batches of a step are fixed, got [6, 6, 60]",
     ),
     Example("", "--data-path is required: the prefix of a .bin and .idx file", has_data=False),
     Example("--data-path x 0.3 y", "--data-path takes prefixes without weights, got 0.3"),
@@ -336,12 +324,6 @@ EXAMPLES = (
         "--experimental-attention-variant is not supported, got dsa",
     ),
     Example("--log-max-attention-logit", "--log-max-attention-logit is not supported, got True"),
-    Example(
-        "--multi-latent-attention --bf16",
-        "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and not"
-        " by position",
-        without="--nsp-cpu",
-    ),
     Example(
         "--num-experts 4 --moe-layer-freq [0,1,1]",
         "--moe-layer-freq lists 3 layers, --num-layers is 2",

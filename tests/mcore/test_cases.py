@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.steps.sampler import BatchSampler
+from megatron_nsp.steps.sampler import BatchSampler, always
 from tests.data_maker import write_documents
 from tests.mcore.launch import MOE, Run, shared_checkpoint, train
 from tests.mcore.plans import batches, each_degree, filler, mixed, record, root
@@ -36,7 +36,7 @@ def test_a3_an_over_long_document_is_left_out_and_counted(tmp_path: Path) -> Non
     run = train(4, tmp_path / "run", *flags)
     lines = [line for line in run.output.splitlines() if "nsp step" in line]
     assert len(lines) == 4 and all("targets: 1022 " in line for line in lines)
-    drawn = BatchSampler(np.array([10000, 512, 512]), 1024, max_length=8192, seed=7)
+    drawn = BatchSampler(np.array([10000, 512, 512]), always(1024), max_length=8192, seed=7)
     met = [len(drawn.draw().over_long) for _ in range(4)]
     told = [f"{n} over-long ({n}0000 tokens: documents {', '.join('0' * n)})" for n in met]
     assert sum(met) >= 2 and all(

@@ -249,8 +249,8 @@ def test_exit_code_two_and_one_line(prefix: Path) -> None:
     )
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "error" in line] == [
-        "pretrain_nsp.py: error: --context-parallel-size must be 1 with nested sequence "
-        "parallelism, which shares samples over the data-parallel ranks itself; got 2"
+        "pretrain_nsp.py: error: --context-parallel-size 2 does not divide the 1 data-parallel "
+        "ranks"
     ]
     assert "Traceback" not in done.stderr
 
