@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from megatron_nsp.plan.backends import NodeHeads, backend_choices
 from megatron_nsp.plan.heads import is_admissible
@@ -93,6 +93,10 @@ class NSPConfig:
     cpu: bool = False
     """Run Megatron on CPU ranks over gloo: for trying out and for tests, never chosen silently."""
 
+    check: int | None = field(default=None, metadata={"const": 0})
+    """Check the command line, plan the first steps, say what the job would be and start nothing:
+    on any machine, for so many ranks, or for the job's own without a number."""
+
     @property
     def static_degree(self) -> int | None:
         """N of the input layout static:N."""
@@ -107,6 +111,7 @@ class NSPConfig:
         """
         for name in ("batch_tokens", "max_length", "token_budget", "max_degree"):
             check_range(flag(name), getattr(self, name), 1, MOST_TOKENS)
+        check_range(flag("check"), self.check, 0)
         check_range(flag("plan_ahead"), self.plan_ahead, 0)
         check_range(flag("save_budget_gb"), self.save_budget_gb, 0)
         for name, known in (("over_long", OVER_LONG_POLICIES), ("backend", backend_choices())):

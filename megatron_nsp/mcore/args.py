@@ -55,8 +55,9 @@ def _argument(field: "Field[Any]", hint: Any) -> dict[str, Any]:
         return {"action": "store_false" if field.default else "store_true"}
     if hint == tuple[int, ...] | None:
         return {"type": _integers, "metavar": "1,D,..."}
+    optional = {"nargs": "?", "const": field.metadata["const"]} if field.metadata else {}
     (type_,) = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
-    return {"type": type_}
+    return {"type": type_} | optional
 
 
 def _destination(field_name: str) -> str:

@@ -1,9 +1,8 @@
 """Megatron's batch flags as the sizes of steps: tokens to draw, micro-batches to divide them into.
 
 Megatron counts samples of `--seq-length` tokens. A step of ours draws whole documents until it
-holds as many tokens as its samples would, and runs as many micro-batches as Megatron would: so a
-rank holds as many tokens at a time as before, and all that Megatron counts in samples (schedules,
-`--train-samples`, its log) goes on as before.
+holds as many tokens as its samples would, and runs as many micro-batches as Megatron would; all
+that Megatron counts in samples (schedules, `--train-samples`, its log) goes on as before.
 """
 
 import argparse

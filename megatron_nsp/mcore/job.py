@@ -21,7 +21,6 @@ from megatron_nsp.mcore.sizes import heads_per_rank, longest_sample
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
 from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
 from megatron_nsp.steps.replay import PlanRecorder
 from megatron_nsp.steps.step_planner import PlannedStep
@@ -200,15 +199,23 @@ class Job:
         recorder = open_recorder(config)
         return cls(args, config, tree, size, documents, profile, tuple(notices), recorder)
 
-    def describe(self, groups: NestedGroups, kernel_name: str) -> str:
-        """One line on how the job runs."""
+    def describe(self, kernel_name: str | None = None) -> str:
+        """One line on how the job runs.
+
+        Args:
+            kernel_name: the kernel that was chosen; without it what the flags ask for.
+        """
+        nodes = [node for node in self.tree.nodes() if self.tree.degree(node) > 1]
+        num_domains = self.args.world_size // self.tree.num_ranks
         estimate = " (estimate)" if self.profile.is_estimate else ""
         return (
             f"nsp: {self.tree.num_ranks} ranks in the domain, degrees {list(self.tree.degrees)}, "
-            f"{groups.num_groups} of {groups.num_creations} groups on this rank, kernel "
-            f"{kernel_name}, profile {self.profile.name}{estimate}, policy {self.config.policy}, "
-            f"backend {self.config.backend}, input layout {self.config.input_layout}, "
-            f"{self.size.batches}, longest sample {self.size.max_length} tokens"
+            f"{len(self.tree.degrees) - (1 in self.tree.degrees)} of "
+            f"{len(nodes) * num_domains} groups on this rank, kernel "
+            f"{kernel_name or self.config.kernel}, profile {self.profile.name}{estimate}, "
+            f"policy {self.config.policy}, backend {self.config.backend}, "
+            f"input layout {self.config.input_layout}, {self.size.batches}, longest sample "
+            f"{self.size.max_length} tokens"
         )
 
     def log_step(self, step: PlannedStep, before: ExposedStep | None) -> None:

@@ -6,11 +6,15 @@ main() -> check flags (no process group yet) -> megatron.training.pretrain
 """
 
 import argparse
+import contextlib
+import io
+import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,6 +30,8 @@ from megatron.training.global_vars import set_global_variables
 
 from megatron_nsp.mcore import parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args
+from megatron_nsp.mcore.assumed import assume_what_is_missing, set_vocabulary
+from megatron_nsp.mcore.check import check_report
 from megatron_nsp.mcore.cpu.args import set_cpu_defaults
 from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.data import NestedDataIterator
@@ -73,6 +79,8 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
         ValueError: a flag cannot be used; one line that names it.
     """
     args = parse_args(add_args)
+    if args.nsp_check:
+        args.world_size = args.nsp_check
     try:
         if args.use_checkpoint_args:
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
@@ -82,7 +90,10 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
                 setattr(args, name, value)
         job = Job.from_args(args)
         validate_args(args)
-        set_global_variables(args)
+        if job.config.check is None:
+            set_global_variables(args)
+        else:  # what set_global_variables also opens (writers of logs) is for a run
+            job = replace(job, notices=(*job.notices, *set_vocabulary(args)))
     except AssertionError as error:  # how Megatron refuses flags
         raise ValueError(_one_line(error)) from error
     except (AttributeError, LookupError, OSError, TypeError) as error:  # files that flags name
@@ -182,7 +193,7 @@ class Trainer:
             choose_native(self.job.config.backend, device),
         )
         if dist.get_rank() == 0:
-            print(self.job.describe(groups, self.runtime.kernel.name), flush=True)
+            print(self.job.describe(self.runtime.kernel.name), flush=True)
             if device.type == "cuda":
                 value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
                 print(*describe_connections(value, self.job.config.overlap), sep="\n", flush=True)
@@ -267,6 +278,23 @@ class Trainer:
         return f"nsp: {', '.join(where)}: {type(error).__name__}: {_one_line(error)}"
 
 
+def check() -> None:
+    """Says what the job of a command line would be, and starts nothing (`--nsp-check`).
+
+    Exits with 2 and one line for flags that cannot be used.
+    """
+    logging.disable(logging.INFO)  # what Megatron says of its data sets
+    assumed = [] if "--nsp-cpu" in sys.argv else assume_what_is_missing()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all of its arguments
+            args, job = parse_job()
+            model_config(args)
+        for line in check_report(args, job, assumed):
+            print(line, flush=True)
+    except ValueError as error:
+        refuse(error)
+
+
 def refuse(error: ValueError) -> NoReturn:
     """Says from rank 0 what cannot be used, and exits with 2.
 
@@ -288,6 +316,8 @@ def main() -> None:
 
     Exits with 2 and one line for flags that cannot be used: from rank 0 alone.
     """
+    if any(word.split("=")[0] == "--nsp-check" for word in sys.argv):
+        return check()
     try:
         args, job = parse_job()
         model = model_config(args)  # Megatron checks the model's own flags here
