@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
-from megatron.training import pretrain
+from megatron.training import pretrain, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint
@@ -183,7 +183,20 @@ class Trainer:
         train, valid, _ = self.datasets(train_val_test_num_samples, vp_stage)
         return train.iterator(), valid.iterator() if valid else None, None
 
+    def _step_lengths(self) -> tuple[float | None, float | None]:
+        """Tokens of the step that ran, and the sum of its samples' squared lengths.
+
+        Megatron works out floating-point operations from them; it would sum over all ranks what the
+        plan knows.
+        """
+        if self.step is None:
+            return None, None
+        plan = self.step.plan
+        lengths = plan.lengths[plan.micro_batch >= 0].astype(float)
+        return float(lengths.sum()), float((lengths**2).sum())
+
     def _open_runtime(self) -> None:
+        training.consume_seqlen_stats_in_iteration = self._step_lengths
         groups = parallel_state.get_nested_groups()
         device = torch.device("cpu" if self.job.config.cpu else "cuda")
         self.runtime = AttentionRuntime(
