@@ -413,7 +413,8 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
         _done(
             """
             --data-path --train-data-path --valid-data-path --test-data-path --data-args-path
-            --per-split-data-args-path --split --mock-data --eval-iters
+            --per-split-data-args-path --split --mock-data --eval-iters --full-validation
+            --no-mmap-bin-files
             """,
             "whole documents, each once an epoch, read where the plan puts them",
         ),
@@ -427,17 +428,14 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
         _replaced("--dataloader-type", "the plan says which rank reads what"),
         _idle(
             """
-            --num-workers --data-cache-path --no-mmap-bin-files --object-storage-cache-path
+            --num-workers --data-cache-path --object-storage-cache-path --per-dataset-sequences-path
             --no-create-attention-mask-in-dataloader --num-dataset-builder-threads
             --mid-level-dataset-surplus --allow-ambiguous-pad-tokens --dataloader-fast-cache-load
             --dataloader-defer-npy-index-mmap
             """,
-            "documents are read from memory-mapped files, without an index of samples",
+            "documents are read where a rank needs them, without an index of samples",
         ),
-        _refused(
-            "--per-dataset-sequences-path --full-validation --multiple-validation-sets",
-            "documents are evaluated in steps of one data set",
-        ),
+        _refused("--multiple-validation-sets", "documents are evaluated in one list"),
         _idle("--validation-set-names", "belongs to --multiple-validation-sets"),
         _refused("--fim-data --sft", "documents are trained on as they stand"),
         _idle(
@@ -685,6 +683,7 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
                 *("--nsp-save-budget-gb", "--nsp-profile", "--nsp-policy", "--nsp-plan-ahead"),
                 *("--nsp-input-layout", "--no-nsp-overlap", "--nsp-kernel", "--nsp-record-plans"),
                 "--nsp-cpu",
+                "--nsp-check",
             ),
             "`python pretrain_nsp.py --help` says what each does",
         )
@@ -701,20 +700,17 @@ def flags_of(fate: Fate) -> Iterator[str]:
                 yield from group.names
 
 
-def without_effect(argv: Sequence[str]) -> str | None:
-    """The line that names what a command line asks for and nothing here does.
+def without_effect(argv: Sequence[str]) -> list[str]:
+    """The line that names what a command line asks for and nothing here does, if there is such.
 
     Megatron's default of attention dropout is among it where the command line says nothing else.
 
     Args:
         argv: the words of the command line.
-
-    Returns:
-        None where there is nothing to name.
     """
     typed = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--"))
     idle = frozenset(flags_of(Fate.IDLE))
     named = [flag for flag in typed if flag in idle]
     if "--attention-dropout" not in typed:
         named.append("--attention-dropout 0.1 (the default)")
-    return f"without effect: {', '.join(named)}" if named else None
+    return [f"without effect: {', '.join(named)}"] if named else []

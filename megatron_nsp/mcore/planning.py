@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples, SavedSizes, ma
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.steps.replay import PlanReplay
-from megatron_nsp.steps.sampler import Batch, BatchSampler
+from megatron_nsp.steps.sampler import Batch, BatchSampler, StepSizes
 from megatron_nsp.steps.step_planner import CarriedOf, PlanBatch, StepPlanner, plan_carried_first
 
 
@@ -65,7 +66,7 @@ class JobPlanning:
         path = replayed_path(self.job.config)
         plan_batch, carried_of = self._searching if path is None else self._replaying(path)
         return StepPlanner(
-            self._sampler(self.job.documents.train),
+            self._sampler(self.job.documents.train, self.job.size.batches.train),
             plan_batch,
             self.job.config.plan_ahead,
             carried_of,
@@ -79,17 +80,15 @@ class JobPlanning:
         documents = self.job.documents.valid
         assert documents is not None, "no --valid-data-path was opened"
         return StepPlanner(
-            self._sampler(documents),
+            self._sampler(documents, self.job.size.batches.valid),
             self._searched,
             self.job.config.plan_ahead,
             order_nodes=self._order_nodes,
         )
 
-    def _sampler(self, documents: Documents) -> BatchSampler:
-        config, job = self.job.config, self.job
-        return BatchSampler(
-            documents.lengths, config.batch_tokens, job.size.max_length, job.args.seed
-        )
+    def _sampler(self, documents: Documents, size_of: StepSizes) -> BatchSampler:
+        job = self.job
+        return BatchSampler(documents.lengths, size_of, job.size.max_length, job.args.seed)
 
     def _mark_saved(self, plan: Plan) -> SavedSamples:
         if not self.job.config.save_budget_gb:
@@ -100,16 +99,16 @@ class JobPlanning:
         return choose_orders(plan, self.cost) if self.job.config.overlap else ALL_ROOT_FIRST
 
     def _searched(self, batch: Batch) -> tuple[Plan, PlanScore]:
-        return plan_carried_first(batch, self._search)
+        return plan_carried_first(batch, partial(self._search, batch.num_micro_batches))
 
-    def _search(self, lengths: IntArray) -> tuple[Plan, PlanScore]:
+    def _search(self, num_micro_batches: int, lengths: IntArray) -> tuple[Plan, PlanScore]:
         job, is_replay = self.job, replayed_path(self.job.config) is not None
         result = plan_batch(
             lengths,
             job.tree,
             self.cost,
             token_budget=job.config.token_budget,
-            num_micro_batches=job.size.num_micro_batches,
+            num_micro_batches=num_micro_batches,
             policy="auto" if is_replay else job.config.policy,
             compares_all=False,
             more_policies=MEGATRON_POLICIES,
@@ -124,7 +123,7 @@ class JobPlanning:
 
     def _replaying(self, path: str) -> tuple[PlanBatch, CarriedOf]:
         job = self.job
-        replay = PlanReplay(path, job.tree, job.size.num_micro_batches, job.config.token_budget)
+        replay = PlanReplay(path, job.tree, job.size.batches.train, job.config.token_budget)
 
         def replay_batch(batch: Batch) -> tuple[Plan, PlanScore]:
             plan = replay.plan(batch.lengths)

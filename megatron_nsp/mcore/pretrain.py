@@ -6,12 +6,15 @@ main() -> check flags (no process group yet) -> megatron.training.pretrain
 """
 
 import argparse
-import dataclasses
+import contextlib
+import io
+import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,18 +22,23 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
-from megatron.training import pretrain
+from megatron.training import pretrain, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.checkpointing import load_args_from_checkpoint
 from megatron.training.config import PretrainConfigContainer
+from megatron.training.global_vars import set_global_variables
 
 from megatron_nsp.mcore import parallel_state, resume
-from megatron_nsp.mcore.args import add_nsp_args, config_from_args
+from megatron_nsp.mcore.args import add_nsp_args
+from megatron_nsp.mcore.assumed import assume_what_is_missing, set_vocabulary
+from megatron_nsp.mcore.check import check_report
 from megatron_nsp.mcore.cpu.args import set_cpu_defaults
 from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.data import NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.fixes import at_start
+from megatron_nsp.mcore.flags import without_effect
 from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import checked_loss, per_token_loss
@@ -39,12 +47,16 @@ from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.refusals import check_words
+from megatron_nsp.mcore.replacements import drop_context_parallelism
 from megatron_nsp.mcore.step_log import ExposedStep
 from megatron_nsp.mcore.verdict import in_one_line, one_line, refuse_usage
 from megatron_nsp.runtime.attention import AttentionRuntime
 from megatron_nsp.runtime.executor import NodeError, build_queue
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
 from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner
+
+MEGATRON_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 1}
+"""What `pretrain_gpt.py` falls back to, and the size of a micro-batch."""
 
 REFUSAL_WAIT_S = 10.0
 """How long a rank that refuses lets rank 0 speak first."""
@@ -73,16 +85,26 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
     """
     check_words(sys.argv)
     with in_one_line(is_parsing=True):
-        raw = parse_args(add_args)
-    job = Job.from_args(raw, config_from_args(raw))
-    defaults = {
-        "micro_batch_size": 1,
-        "global_batch_size": job.tree.num_ranks * job.size.num_micro_batches,
-        "dataloader_type": "external",
-    }
+        args = parse_args(add_args)
+    if args.nsp_check:
+        args.world_size = args.nsp_check
     with in_one_line():
-        args = parse_and_validate_args(add_args, args_defaults=defaults)
-    return args, dataclasses.replace(job, args=args)
+        if args.use_checkpoint_args:
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
+    for name, value in MEGATRON_DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    job = Job.from_args(args)
+    notices = [*job.notices, *without_effect(sys.argv)]
+    with in_one_line():
+        validate_args(args)
+        if job.config.check is None:
+            set_global_variables(args)
+        else:  # what set_global_variables also opens (writers of logs) is for a run
+            notices += set_vocabulary(args)
+    drop_context_parallelism(args)
+    return args, replace(job, notices=tuple(notices))
 
 
 def configure(args: argparse.Namespace, job: Job) -> PretrainConfigContainer:
@@ -136,7 +158,8 @@ class Trainer:
         """
         if args.dataloader_type == "single":
             args.dataloader_type = None  # Megatron's validation filled in its default
-        job = Job.from_args(args, config_from_args(args))
+        job = Job.from_args(args)
+        drop_context_parallelism(args)
         at_start.apply()
         parallel_state.configure(job.tree)
         resume.compare_on_load(args, job)
@@ -169,7 +192,20 @@ class Trainer:
         train, valid, _ = self.datasets(train_val_test_num_samples, vp_stage)
         return train.iterator(), valid.iterator() if valid else None, None
 
+    def _step_lengths(self) -> tuple[float | None, float | None]:
+        """Tokens of the step that ran, and the sum of its samples' squared lengths.
+
+        Megatron works out floating-point operations from them; it would sum over all ranks what the
+        plan knows.
+        """
+        if self.step is None:
+            return None, None
+        plan = self.step.plan
+        lengths = plan.lengths[plan.micro_batch >= 0].astype(float)
+        return float(lengths.sum()), float((lengths**2).sum())
+
     def _open_runtime(self) -> None:
+        training.consume_seqlen_stats_in_iteration = self._step_lengths
         groups = parallel_state.get_nested_groups()
         device = torch.device("cpu" if self.job.config.cpu else "cuda")
         self.runtime = AttentionRuntime(
@@ -179,7 +215,7 @@ class Trainer:
             choose_native(self.job.config.backend, device),
         )
         if dist.get_rank() == 0:
-            print(self.job.describe(groups, self.runtime.kernel.name), flush=True)
+            print(self.job.describe(self.runtime.kernel.name), flush=True)
             if device.type == "cuda":
                 value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
                 print(*describe_connections(value, self.job.config.overlap), sep="\n", flush=True)
@@ -264,6 +300,23 @@ class Trainer:
         return f"nsp: {', '.join(where)}: {type(error).__name__}: {one_line(error)}"
 
 
+def check() -> None:
+    """Says what the job of a command line would be, and starts nothing (`--nsp-check`).
+
+    Exits with 2 and one line for flags that cannot be used.
+    """
+    logging.disable(logging.INFO)  # what Megatron says of its data sets
+    assumed = [] if "--nsp-cpu" in sys.argv else assume_what_is_missing()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all of its arguments
+            args, job = parse_job()
+            configure(args, job)
+        for line in check_report(args, job, assumed):
+            print(line, flush=True)
+    except ValueError as error:
+        refuse(error)
+
+
 def refuse(error: ValueError) -> NoReturn:
     """Says from rank 0 what cannot be used, and exits with 2.
 
@@ -285,11 +338,15 @@ def main() -> None:
 
     Exits with 2 and one line for flags that cannot be used: from rank 0 alone.
     """
+    if any(word.split("=")[0] == "--nsp-check" for word in sys.argv):
+        return check()
     try:
         args, job = parse_job()
         config = configure(args, job)
     except ValueError as error:
         refuse(error)
+    if args.rank == 0:
+        print(*(f"nsp: {notice}" for notice in job.notices), sep="\n", flush=True)
     at_start.apply()
     parallel_state.install(job.tree)
     resume.compare_on_load(args, job)

@@ -192,14 +192,16 @@ def _hides_fillers(
 _SIZES = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-attention-heads"),
     *("--num-query-groups", "--global-batch-size", "--seed", "--num-layers", "--hidden-size"),
-    *("--seq-length", "--num-experts"),
+    *("--seq-length", "--num-experts", "--context-parallel-size", "--micro-batch-size"),
+    *("--eval-micro-batch-size", "--eval-global-batch-size"),
 )
 
 _GRAPHS = "a graph has fixed sizes"
 
 YAML_CFG = _off(
     "--yaml-cfg",
-    "it takes the place of the command line, and of what nested sequence parallelism is told on it",
+    "it takes the place of the command line, and of what is said of nested sequence parallelism "
+    "on it",
     "Megatron reads the file in place of the flags that it has parsed",
 )
 
@@ -207,13 +209,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
     "Sizes": [_least_one(flag, flag[2:].replace("-", "_")) for flag in _SIZES],
     "CPU ranks": [_not_on_cpu(name, argument) for name, argument in CPU_ARGS.items()],
     "Parallelism": [
-        Refusal(
-            "--context-parallel-size",
-            lambda context_parallel_size: context_parallel_size != 1,
-            "--context-parallel-size must be 1 with nested sequence parallelism, which shares "
-            "samples over the data-parallel ranks itself; got {context_parallel_size}",
-            "one fixed degree for all samples is what is replaced",
-        ),
         Refusal(
             "--tensor-model-parallel-size",
             lambda world_size, tensor_model_parallel_size, pipeline_model_parallel_size: (
@@ -223,6 +218,13 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--pipeline-model-parallel-size {pipeline_model_parallel_size} does not divide the "
             "{world_size} ranks",
             "every rank belongs to one domain",
+        ),
+        Refusal(
+            "--context-parallel-size",
+            lambda context_parallel_size, num_ranks: num_ranks % context_parallel_size,
+            "--context-parallel-size {context_parallel_size} does not divide the {num_ranks} "
+            "data-parallel ranks",
+            "batches are counted by context-parallel groups, though samples are not shared by them",
         ),
         Refusal(
             "--num-attention-heads",
@@ -291,32 +293,13 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
     ],
     "Batches and data": [
         Refusal(
-            "--calculate-per-token-loss",
-            lambda calculate_per_token_loss: not calculate_per_token_loss,
-            "--calculate-per-token-loss is required: ranks hold different numbers of tokens",
-            "a mean of the ranks' means would weigh tokens by the rank they are on",
-        ),
-        Refusal(
-            "--micro-batch-size",
-            lambda micro_batch_size: micro_batch_size not in (None, 1),
-            "--micro-batch-size must be 1, got {micro_batch_size}: a micro-batch is one packed "
-            "buffer; --nsp-batch-tokens sets the size of a step",
-            "samples are packed, not stacked",
-        ),
-        Refusal(
-            "--global-batch-size",
-            lambda global_batch_size, num_ranks: (
-                global_batch_size is not None and global_batch_size % num_ranks
+            "--nsp-batch-tokens",
+            lambda nsp_batch_tokens, step_batch_size_schedule: (
+                nsp_batch_tokens is not None and step_batch_size_schedule is not None
             ),
-            "--global-batch-size {global_batch_size} is no multiple of the {num_ranks} "
-            "data-parallel ranks; it sets the micro-batches of a step, one for each multiple",
-            "every rank runs the same micro-batches",
-        ),
-        _only(
-            "--rampup-batch-size",
-            "rampup_batch_size",
-            "--rampup-batch-size cannot be used: the micro-batches of a step are fixed",
-            "Megatron would ask for other numbers of micro-batches than are planned",
+            "--nsp-batch-tokens {nsp_batch_tokens} cannot be used with --step-batch-size-schedule "
+            "{step_batch_size_schedule}, which sets the size of every step",
+            "one thing decides how large a step is",
         ),
         Refusal(
             "--eval-iters",
@@ -327,13 +310,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--data-path",
             "documents are not cut into shares for training and evaluation",
         ),
-        Refusal(
-            "--train-samples",
-            lambda train_samples: train_samples is not None,
-            "--train-samples {train_samples} cannot be used: steps hold different numbers of "
-            "samples; give --train-iters",
-            "samples do not count steps",
-        ),
         _no_data("--split", "split"),
         _no_data("--test-data-path", "test_data_path"),
         _no_data("--data-args-path", "data_args_path"),
@@ -343,12 +319,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             lambda mock_data: mock_data,
             "--mock-data cannot be used: documents come from --data-path",
             "Megatron's mock samples all have one length",
-        ),
-        Refusal(
-            "--dataloader-type",
-            lambda dataloader_type: dataloader_type not in (None, "external"),
-            "--dataloader-type must be external, got {dataloader_type}",
-            "the plan says which rank reads what",
         ),
         Refusal(
             "--data-path",
@@ -430,15 +400,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--batch-invariant-mode",
             "it is a property of the kernels that Megatron's own core attention calls",
             "core attention is exchanged, and with it the kernel",
-        ),
-        Refusal(
-            "--multi-latent-attention",
-            lambda multi_latent_attention, apply_rope_fusion: (
-                multi_latent_attention and apply_rope_fusion
-            ),
-            "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and "
-            "not by position",
-            "a row's place in a buffer is not its place in its document",
         ),
         Refusal(
             "--multi-latent-attention",
@@ -695,19 +656,9 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "it reads conversations, and averages evaluation losses over micro-batches",
         ),
         _off(
-            "--per-dataset-sequences-path",
-            "the lengths of documents are read from each .idx file",
-            "it lists the sizes of data sets to save looking at them",
-        ),
-        _off(
             "--multiple-validation-sets",
             "a run evaluates on one data set",
             "Megatron asks for an iterator for each",
-        ),
-        _off(
-            "--full-validation",
-            "an evaluation has --eval-iters steps",
-            "Megatron counts the batches of its own loader",
         ),
         _off(
             "--phase-transition-iterations",

@@ -52,6 +52,15 @@ EXAMPLES = (
         "--pipeline-model-parallel-size must be at least 1, got -2",
     ),
     Example("--global-batch-size 0", "--global-batch-size must be at least 1, got 0"),
+    *(
+        Example(f"{flag} 0", f"{flag} must be at least 1, got 0")
+        for flag in (
+            "--context-parallel-size",
+            "--micro-batch-size",
+            "--eval-micro-batch-size",
+            "--eval-global-batch-size",
+        )
+    ),
     Example("--seed 0", "--seed must be at least 1, got 0"),
     Example("--num-layers 0", "--num-layers must be at least 1, got 0"),
     Example("--hidden-size 0", "--hidden-size must be at least 1, got 0"),
@@ -83,7 +92,6 @@ EXAMPLES = (
             "--moe-grouped-gemm",
             "--moe-permute-fusion",
             "--moe-router-fusion",
-            "--tp-comm-overlap",
         )
     ),
     *(
@@ -104,9 +112,8 @@ EXAMPLES = (
         "--nsp-backend te-a2a serves no attention sinks: --softmax-type learnable",
     ),
     Example(
-        "--context-parallel-size 2",
-        "--context-parallel-size must be 1 with nested sequence parallelism, which shares samples"
-        " over the data-parallel ranks itself; got 2",
+        "--context-parallel-size 4",
+        "--context-parallel-size 4 does not divide the 6 data-parallel ranks",
     ),
     Example(
         "--nsp-save-budget-gb 2",
@@ -154,14 +161,14 @@ EXAMPLES = (
         "same number of tokens on every rank",
     ),
     Example(
-        "--micro-batch-size 2",
-        "--micro-batch-size must be 1, got 2: a micro-batch is one packed buffer; "
-        "--nsp-batch-tokens sets the size of a step",
+        "--position-embedding-type learned_absolute --nsp-max-length 1024",
+        "--max-position-embeddings 512 does not reach the longest sample of 1024 tokens that "
+        "--nsp-max-length or --seq-length allows",
     ),
     Example(
-        "--global-batch-size 7",
-        "--global-batch-size 7 is no multiple of the 6 data-parallel ranks; it sets the "
-        "micro-batches of a step, one for each multiple",
+        "--nsp-batch-tokens 64 --step-batch-size-schedule 0:6",
+        "--nsp-batch-tokens 64 cannot be used with --step-batch-size-schedule 0:6, which sets the "
+        "size of every step",
     ),
     Example("--attention-dropout 0.1", "--attention-dropout must be 0, got 0.1"),
     Example(
@@ -280,18 +287,7 @@ EXAMPLES = (
         "--eval-iters 2 --valid-data-path x",
         "--eval-iters 2 needs --valid-data-path, and --train-data-path in place of --data-path",
     ),
-    Example(
-        "--position-embedding-type learned_absolute --nsp-max-length 1024",
-        "--max-position-embeddings 512 does not reach the longest sample of 1024 tokens that "
-        "--nsp-max-length or --seq-length allows",
-    ),
     Example("--mock-data", "--mock-data cannot be used: documents come from --data-path"),
-    Example(
-        "--train-samples 100",
-        "--train-samples 100 cannot be used: steps hold different numbers of samples; give "
-        "--train-iters",
-    ),
-    Example("--dataloader-type cyclic", "--dataloader-type must be external, got cyclic"),
     Example("", "--num-attention-heads must be given", without="--num-attention-heads 8"),
     Example(
         "--tensor-model-parallel-size 3",
@@ -304,15 +300,6 @@ EXAMPLES = (
     Example(
         "--pipeline-model-parallel-layout Et|tL",
         "--pipeline-model-parallel-layout is not supported yet, got Et|tL",
-    ),
-    Example(
-        "",
-        "--calculate-per-token-loss is required: ranks hold different numbers of tokens",
-        without="--calculate-per-token-loss",
-    ),
-    Example(
-        "--rampup-batch-size 6 6 60",
-        "--rampup-batch-size cannot be used: the micro-batches of a step are fixed, got [6, 6, 60]",
     ),
     Example("", "--data-path is required: the prefix of a .bin and .idx file", has_data=False),
     Example("--data-path x 0.3 y", "--data-path takes prefixes without weights, got 0.3"),
@@ -336,12 +323,6 @@ EXAMPLES = (
         "--experimental-attention-variant is not supported, got dsa",
     ),
     Example("--log-max-attention-logit", "--log-max-attention-logit is not supported, got True"),
-    Example(
-        "--multi-latent-attention --bf16",
-        "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and not"
-        " by position",
-        without="--nsp-cpu",
-    ),
     Example(
         "--num-experts 4 --moe-layer-freq [0,1,1]",
         "--moe-layer-freq lists 3 layers, --num-layers is 2",
@@ -429,7 +410,8 @@ EXAMPLES = (
         for flags, why in (
             (
                 "--yaml-cfg job.yaml",
-                "it takes the place of the command line, and of what nested sequence parallelism is told on it",
+                "it takes the place of the command line, and of what is said of nested sequence "
+                "parallelism on it",
             ),
             ("--encoder-num-layers 2", "give --num-layers"),
             ("--decoder-num-layers 2", "give --num-layers"),
@@ -439,12 +421,7 @@ EXAMPLES = (
             ("--vision-pretraining", "documents hold tokens, not images"),
             ("--fim-data", "documents are trained on as they stand"),
             ("--sft", "documents come from --data-path as tokens"),
-            (
-                "--per-dataset-sequences-path sizes.json",
-                "the lengths of documents are read from each .idx file",
-            ),
             ("--multiple-validation-sets", "a run evaluates on one data set"),
-            ("--full-validation", "an evaluation has --eval-iters steps"),
             (
                 "--phase-transition-iterations 5",
                 "the draw of documents goes on through the run",

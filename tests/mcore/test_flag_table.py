@@ -10,6 +10,7 @@ from megatron_nsp.mcore.flags import FLAGS, Fate, flags_of, without_effect
 from megatron_nsp.mcore.flags_page import with_flags
 from megatron_nsp.mcore.pretrain import add_args
 from megatron_nsp.mcore.refusals import all_refusals
+from megatron_nsp.mcore.replacements import REPLACEMENTS
 from tests.mcore.launch import ROOT
 
 pytestmark = pytest.mark.usefixtures("help_texts")
@@ -34,14 +35,24 @@ def test_a_flag_is_refused_where_a_row_says_so() -> None:
     assert rows - set(TABLE) == set()
 
 
+def test_a_flag_is_replaced_where_a_row_says_so() -> None:
+    """Or refused, until it is."""
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = {action.dest: action.option_strings[0] for action in parser._actions}
+    set_by_rows = {flags[name] for row in REPLACEMENTS for name in row.values if name in flags}
+    replaced = {row.flag for row in REPLACEMENTS}
+    known = replaced | set_by_rows | {row.flag for row in all_refusals()}
+    assert set(flags_of(Fate.REPLACED)) - known == set()
+    assert replaced - set(TABLE) == set()
+
+
 def test_what_has_no_effect_is_named_once_as_it_is_typed() -> None:
     default = "--attention-dropout 0.1 (the default)"
-    line = "--num-workers 4 --bf16 --num-workers=2 --data-path a --no-mmap-bin-files"
-    assert without_effect(line.split()) == (
-        f"without effect: --num-workers, --no-mmap-bin-files, {default}"
-    )
-    assert without_effect(["--bf16"]) == f"without effect: {default}"
-    assert without_effect(["--bf16", "--attention-dropout", "0"]) is None
+    line = "--num-workers 4 --bf16 --num-workers=2 --data-path a --data-cache-path=b"
+    named = f"without effect: --num-workers, --data-cache-path, {default}"
+    assert without_effect(line.split()) == [named]
+    assert without_effect(["--bf16"]) == [f"without effect: {default}"]
+    assert without_effect(["--bf16", "--attention-dropout", "0"]) == []
 
 
 def test_the_page_is_written_from_the_table() -> None:

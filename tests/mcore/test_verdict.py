@@ -38,13 +38,10 @@ SAID = {
         "--save-interval, --save: Megatron asks for: args.save_interval > 0"
     ),
     "--fp16 --bf16": "--fp16, --bf16: Megatron asks for: not args.bf16",
-    "--delay-wgrad-compute": (
-        "--delay-wgrad-compute, --transformer-impl: Delaying wgrad compute is only supported with"
-    ),
     # by its tokenizer, its model configuration, and its container of configurations
     "--tokenizer-type SentencePieceTokenizer": "Tokenizer path must be specified.",
     "--squared-relu": "--squared-relu, --swiglu: Megatron asks for: not args.swiglu",
-    "--rope-type yarn": "--rope-type, --multi-latent-attention: Common attention only support rope_type",
+    "--rope-type yarn": "--rope-type, --multi-latent-attention: Common attention only support",
     "--recompute-granularity full": (
         "--recompute-granularity, --recompute-method: Using recompute_granularity: full so "
     ),

@@ -36,7 +36,6 @@ CPU_ARGS: Mapping[str, CpuArgument] = {
     "moe_grouped_gemm": CpuArgument("--moe-grouped-gemm", False),
     "moe_permute_fusion": CpuArgument("--moe-permute-fusion", False),
     "moe_router_fusion": CpuArgument("--moe-router-fusion", False),
-    "tp_comm_overlap": CpuArgument("--tp-comm-overlap", False),
 }
 """By parser destination. A flag that is typed nevertheless still wins, and is refused."""
 
