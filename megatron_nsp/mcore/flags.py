@@ -193,11 +193,10 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             --moe-shared-expert-glu-interleave-size --moe-mlp-glu-interleave-size --moe-grouped-gemm
             --moe-single-grouped-weight --moe-single-grouped-bias --moe-permute-fusion
             --moe-router-fusion --moe-apply-probs-on-input --moe-latent-size --moe-layer-recompute
-            --moe-use-upcycling --moe-upcycling-granularity --moe-enable-routing-replay
-            --moe-router-padding-for-quantization --moe-router-padding-for-fp8
-            --overlap-dispatch-backward-with-experts-wgrad --moe-flex-dispatcher-backend
-            --moe-enable-deepep --moe-flex-dispatcher-num-sms --moe-deepep-num-sms
-            --moe-hybridep-num-sms --moe-hybridep-num-blocks-permute
+            --moe-enable-routing-replay --moe-router-padding-for-quantization
+            --moe-router-padding-for-fp8 --overlap-dispatch-backward-with-experts-wgrad
+            --moe-flex-dispatcher-backend --moe-enable-deepep --moe-flex-dispatcher-num-sms
+            --moe-deepep-num-sms --moe-hybridep-num-sms --moe-hybridep-num-blocks-permute
             --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms-preprocessing
             --moe-permute-fusion-into-hybridep --moe-hybridep-pad-uneven-dispatch-inputs
             --moe-ncclep-static-shape --moe-ncclep-zero-copy
@@ -219,6 +218,8 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             "--moe-token-dispatcher-type",
             "allgather wants equal rows on every rank: alltoall computes the same",
         ),
+        _refused("--moe-use-upcycling", "the dense model would be built from the one with experts"),
+        _idle("--moe-upcycling-granularity", "belongs to --moe-use-upcycling"),
         _refused("--moe-input-jitter-eps", "the noise would depend on which rank a token is on"),
         _refused(
             "--moe-expert-capacity-factor --moe-expert-rank-capacity-factor",
@@ -246,7 +247,7 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             --pipeline-model-parallel-comm-backend --use-tp-pp-dp-mapping --use-ring-exchange-p2p
             --distributed-backend --distributed-timeout-minutes
             --distributed-timeout-seconds-after-init --local-rank --use-sharp --sharp-enabled-group
-            --disable-gloo-process-groups --create-all-gather-group --flight-recorder-dump-path
+            --disable-gloo-process-groups --flight-recorder-dump-path
             --flight-recorder-trace-buffer-size --no-flight-recorder-dump-on-timeout
             --disable-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace
             --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active
@@ -321,17 +322,16 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             --disable-align-grad-reduce --ddp-num-buckets --ddp-bucket-size
             --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
             --ddp-param-name-patterns-for-fp32-local-accumulation --overlap-param-gather
-            --overlap-param-gather-with-optimizer-step --no-align-param-gather
-            --no-use-layer-wise-param-layout --use-nccl-ub --disable-symmetric-registration
-            --num-distributed-optimizer-instances --use-megatron-fsdp --fsdp-manual-registration
-            --data-parallel-sharding-strategy --outer-dp-sharding-strategy
-            --no-gradient-reduce-div-fusion --fsdp-double-buffer --suggested-communication-unit-size
-            --keep-fp8-transpose-cache --enable-full-sharding-in-hsdp
-            --megatron-fsdp-main-params-dtype --megatron-fsdp-main-grads-dtype
-            --megatron-fsdp-grad-comm-dtype --megatron-fsdp-enable-fine-grained-param-gather
-            --megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
-            --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32
-            --no-gradient-accumulation-fusion
+            --overlap-param-gather-with-optimizer-step --no-align-param-gather --use-nccl-ub
+            --disable-symmetric-registration --num-distributed-optimizer-instances
+            --use-megatron-fsdp --fsdp-manual-registration --data-parallel-sharding-strategy
+            --outer-dp-sharding-strategy --no-gradient-reduce-div-fusion --fsdp-double-buffer
+            --suggested-communication-unit-size --keep-fp8-transpose-cache
+            --enable-full-sharding-in-hsdp --megatron-fsdp-main-params-dtype
+            --megatron-fsdp-main-grads-dtype --megatron-fsdp-grad-comm-dtype
+            --megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer
+            --fsdp-db-use-persist-buf-on-alloc-fail --grad-reduce-in-bf16
+            --accumulate-allreduce-grads-in-fp32 --no-gradient-accumulation-fusion
             """,
             "gradients are summed over the domain and divided by its tokens, by Megatron",
         ),
@@ -341,6 +341,10 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
         ),
         _refused("--use-torch-fsdp2", "it divides gradients by ranks, then by all tokens"),
         _idle("--torch-fsdp2-no-reshard-after-forward", "belongs to --use-torch-fsdp2"),
+        _idle(
+            "--create-all-gather-group --no-use-layer-wise-param-layout",
+            "Megatron's builder of configured models reads neither",
+        ),
     ],
     "Recomputation and memory": [
         _done(

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
+from megatron.core.utils import StragglerDetector
 from megatron.training import pretrain, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_args, validate_args
@@ -142,6 +143,7 @@ class Trainer:
         self.step: PlannedStep | None = None
         self.last_step: ExposedStep | None = None
         self._iterators: list[NestedDataIterator] = []
+        self._straggler = StragglerDetector()  # Megatron's only one: `--log-straggler`
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> "Trainer":
@@ -259,18 +261,20 @@ class Trainer:
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """Megatron's forward step: the losses of one micro-batch and how to sum them."""
-        batch = next(data_iterator)
+        with self._straggler(bdata=True):
+            batch = next(data_iterator)
         assert self.runtime is not None
         params = NestedSeqParams.of(batch.nested, self.runtime, batch.positions)
         extra = {"padding_mask": batch.padding_mask} if self.args.num_experts else {}
-        losses = model(
-            batch.tokens,
-            batch.positions.unsqueeze(0),
-            None,
-            labels=batch.labels,
-            packed_seq_params=params,
-            **extra,
-        )
+        with self._straggler:
+            losses = model(
+                batch.tokens,
+                batch.positions.unsqueeze(0),
+                None,
+                labels=batch.labels,
+                packed_seq_params=params,
+                **extra,
+            )
         loss = partial(
             checked_loss if self.args.check_for_nan_in_loss_and_grad else per_token_loss,
             loss_mask=batch.loss_mask,

@@ -589,6 +589,11 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "which tokens are dropped would depend on the plan",
         ),
         _off(
+            "--moe-use-upcycling",
+            "convert the checkpoint first, with Megatron's own script",
+            "Megatron would build the dense model from the configuration of the one with experts",
+        ),
+        _off(
             "--moe-expert-rank-capacity-factor",
             "it drops tokens by the counts of one rank",
             "which tokens are dropped would depend on the plan",

@@ -445,6 +445,7 @@ EXAMPLES = (
                 "--batch-invariant-mode",
                 "it is a property of the kernels that Megatron's own core attention calls",
             ),
+            ("--moe-use-upcycling", "convert the checkpoint first, with Megatron's own script"),
             (
                 "--moe-expert-rank-capacity-factor 1.5",
                 "it drops tokens by the counts of one rank",
