@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import re
 from dataclasses import Field, fields
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -48,6 +49,12 @@ def add_nsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             **_argument(field, hints[field.name]),
         )
     return parser
+
+
+def escape_help(parser: argparse.ArgumentParser) -> None:
+    """Escapes a bare % in help texts, of which Megatron has one: `--help` would fail on it."""
+    for action in parser._actions:
+        action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
 
 
 def _argument(field: "Field[Any]", hint: Any) -> dict[str, Any]:

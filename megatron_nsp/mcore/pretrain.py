@@ -31,7 +31,7 @@ from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import set_global_variables
 
 from megatron_nsp.mcore import parallel_state, resume
-from megatron_nsp.mcore.args import add_nsp_args
+from megatron_nsp.mcore.args import add_nsp_args, escape_help
 from megatron_nsp.mcore.assumed import assume_what_is_missing, set_vocabulary
 from megatron_nsp.mcore.check import check_report
 from megatron_nsp.mcore.cpu.args import set_cpu_defaults
@@ -66,6 +66,7 @@ REFUSAL_WAIT_S = 10.0
 def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our flags to Megatron's parser and sets the defaults nested attention needs."""
     add_nsp_args(parser)
+    escape_help(parser)
     parser.error = refuse_usage  # type: ignore[method-assign]
     parser.set_defaults(
         attention_dropout=0.0,

@@ -77,3 +77,13 @@ def test_one_line_and_exit_code_two(
     assert stop.value.code == 2
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "error: " in each]
     assert line.startswith(f"pretrain_nsp.py: error: {SAID[flags]}"), line
+
+
+def test_help_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    assert stop.value.code == 0
+    assert "--nsp-backend" in capsys.readouterr().out
