@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from megatron_nsp.config import NSPConfig, flag
 from megatron_nsp.cost.profile import Profile, load_profile
 from megatron_nsp.mcore import validate
-from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.job_documents import JobDocuments
 from megatron_nsp.mcore.layers import set_hybrid_layers
 from megatron_nsp.mcore.policy import check_policy
 from megatron_nsp.mcore.refusals import check_arguments, check_kernel
@@ -44,39 +43,6 @@ class StepSize:
         assert max_length is not None, "--seq-length is checked"
         row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
         return cls(int(args.global_batch_size) // num_ranks, max_length, row_multiple)
-
-
-@dataclass(frozen=True, eq=False)
-class JobDocuments:
-    """The documents of a run.
-
-    Attributes:
-        train: those to train on.
-        valid: those to evaluate on, if the run evaluates.
-    """
-
-    train: Documents
-    valid: Documents | None
-
-    @classmethod
-    def open(cls, args: argparse.Namespace) -> "JobDocuments":
-        """Opens what the flags name.
-
-        Raises:
-            ValueError: a data set does not exist or is damaged.
-        """
-        if args.train_data_path:
-            train = Documents(args.train_data_path, "--train-data-path")
-        else:
-            train = Documents(args.data_path, "--data-path")
-        valid = Documents(args.valid_data_path, "--valid-data-path") if args.eval_iters else None
-        return cls(train, valid)
-
-    def __iter__(self) -> Iterator[Documents]:
-        """All that are open."""
-        yield self.train
-        if self.valid is not None:
-            yield self.valid
 
 
 def use_own_gpu(args: argparse.Namespace) -> None:
@@ -157,7 +123,8 @@ class Job:
     def from_args(cls, args: argparse.Namespace, config: NSPConfig) -> "Job":
         """Checks everything and opens the data.
 
-        Sets the arguments that others decide: layers of a hybrid model, batch sizes.
+        Sets the arguments that others decide: layers of a hybrid model, batch sizes, and no
+        evaluation where there is nothing to evaluate on.
 
         Raises:
             ValueError: a flag cannot be used; one line that names it.
@@ -175,6 +142,7 @@ class Job:
 
         heads = heads_per_rank(args)
         documents = JobDocuments.open(args)
+        documents.set_arguments(args)
         is_chunked = validate.is_always_chunked(config, tree, heads)
         for opened in documents:
             validate.check_lengths(config, opened, size.max_length, tree, is_chunked)

@@ -19,6 +19,7 @@ from megatron_nsp.mcore.layers import recomputed, recomputed_layers
 from megatron_nsp.mcore.model import model_shape
 
 _FIELD = "nsp_draw"
+_EVALUATED = "nsp_evaluated_steps"
 
 
 class OtherDrawError(ValueError):
@@ -31,12 +32,16 @@ def _digest(data: bytes) -> str:
 
 def draw_settings(job: Job) -> dict[str, Any]:
     """Everything that decides which documents a step trains on, by the flag that sets it."""
-    lengths = _digest(job.documents.train.lengths.astype("<i8").tobytes())
+    documents = job.documents.train
+    if documents is None:  # with --skip-train nothing is drawn
+        return {}
+    lengths = _digest(documents.lengths.astype("<i8").tobytes())
     settings = {
         "--seed": job.args.seed,
         "--nsp-batch-tokens": job.config.batch_tokens,
         "--nsp-max-length": job.size.max_length,
-        "--data-path": f"{len(job.documents.train.lengths)} documents, lengths {lengths}",
+        "--data-path": f"{len(documents.lengths)} documents, lengths {lengths}",
+        "weights": list(documents.blend.weights) if documents.blend else None,
         "--nsp-token-budget": job.config.token_budget,
     }
     if job.config.token_budget is not None:  # what is carried over then depends on the plan
@@ -75,19 +80,32 @@ def compare_on_load(args: argparse.Namespace, job: Job) -> None:
     def check_checkpoint_args(checkpoint_args: argparse.Namespace, **kwargs: Any) -> None:
         check(checkpoint_args, **kwargs)
         compare(getattr(checkpoint_args, _FIELD, {}), draw_settings(job))
+        count_evaluated(args, evaluated_steps(checkpoint_args))
 
     checkpointing.check_checkpoint_args = check_checkpoint_args
 
 
+def count_evaluated(args: argparse.Namespace, num_steps: int) -> None:
+    """Notes in the arguments, which checkpoints carry, how many validation steps are behind."""
+    setattr(args, _EVALUATED, num_steps)
+
+
+def evaluated_steps(args: argparse.Namespace) -> int:
+    """Validation steps that are behind a run: its own, and those before it was resumed."""
+    return int(getattr(args, _EVALUATED, 0))
+
+
 def compare(saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Compares the settings of a checkpoint with a run's; one without any comes from elsewhere.
+    """Compares the settings of a checkpoint with a run's.
+
+    A checkpoint without any comes from elsewhere; a run without any draws nothing.
 
     Raises:
         OtherDrawError: one differs.
     """
     # What only one of them has follows from a flag that differs: that one is named.
     both, either = saved.keys() & own.keys(), saved.keys() ^ own.keys()
-    for flag in [*sorted(both), *sorted(either)] if saved else ():
+    for flag in [*sorted(both), *sorted(either)] if saved and own else ():
         if saved.get(flag) != own.get(flag):
             raise OtherDrawError(
                 f"the checkpoint was made with {flag} {saved.get(flag)}, this run has "
