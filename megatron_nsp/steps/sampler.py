@@ -28,6 +28,7 @@ class Batch:
         num_empty: documents passed over because they hold no token.
         num_carried: how many samples, at the head, come from the previous step.
         epoch: the epoch of the last document drawn, in its own data set where they are blended.
+        num_drawn: documents drawn since the run began, those passed over as well.
     """
 
     documents: IntArray
@@ -37,6 +38,7 @@ class Batch:
     num_empty: int = 0
     num_carried: int = 0
     epoch: int = 0
+    num_drawn: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +83,7 @@ class BatchSampler:
         self._draw: DocumentDraw = (
             BlendDraw(blend, usable, seed) if blend else DataSetDraw(0, len(lengths), seed)
         )
+        self._num_drawn = 0
         self._num_left = int(usable.sum()) if once else math.inf
         self._carried = _EMPTY
 
@@ -98,6 +101,7 @@ class BatchSampler:
         self._carried = _EMPTY
         while num_tokens < self._batch_tokens and self._num_left:
             document = self._draw.next()
+            self._num_drawn += 1
             length = int(self._lengths[document])
             if length > self._max_length:
                 over_long.append(document)
@@ -117,6 +121,7 @@ class BatchSampler:
             num_empty=num_empty,
             num_carried=num_carried,
             epoch=self._draw.epoch,
+            num_drawn=self._num_drawn,
         )
 
     def carry(self, documents: IntArray) -> None:

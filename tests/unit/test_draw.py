@@ -124,3 +124,9 @@ def test_a_pass_draws_every_document_that_can_be_trained_on_once() -> None:
         endless.carry(expected.documents[-1:])
     assert sorted(drawn) == np.flatnonzero((lengths > 0) & (lengths <= 100)).tolist()
     assert not endless.is_over
+
+
+def test_m7_an_epoch_of_four_steps_and_documents_counted_from_the_start() -> None:
+    even = BatchSampler(np.full(64, 64), 1024, 64, seed=1)
+    counts = [(batch.epoch, batch.num_drawn) for batch in (even.draw() for _ in range(9))]
+    assert counts == [(step // 4, 16 * step + 16) for step in range(9)]
