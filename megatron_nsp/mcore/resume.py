@@ -17,6 +17,7 @@ from megatron.training import checkpointing
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.layers import recomputed, recomputed_layers
 from megatron_nsp.mcore.model import model_shape
+from megatron_nsp.steps.draw import Blend
 
 _FIELD = "nsp_draw"
 _EVALUATED = "nsp_evaluated_steps"
@@ -41,12 +42,20 @@ def draw_settings(job: Job) -> dict[str, Any]:
         "--nsp-batch-tokens": job.config.batch_tokens,
         "--nsp-max-length": job.size.max_length,
         "--data-path": f"{len(documents.lengths)} documents, lengths {lengths}",
-        "weights": list(documents.blend.weights) if documents.blend else None,
+        "weights of --data-path": _weights(documents.blend),
         "--nsp-token-budget": job.config.token_budget,
     }
     if job.config.token_budget is not None:  # what is carried over then depends on the plan
         settings |= _plan_settings(job)
     return settings
+
+
+def _weights(blend: Blend | None) -> str | None:
+    """Where each data set begins and how often it is drawn."""
+    if blend is None:
+        return None
+    pairs = zip(blend.weights, blend.bounds, strict=False)
+    return ", ".join(f"{weight:g} from document {first} on" for weight, first in pairs)
 
 
 def _plan_settings(job: Job) -> dict[str, Any]:
