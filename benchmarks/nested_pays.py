@@ -139,7 +139,8 @@ def training_flags(prefix: Path, plans: Path, profile: Path, num_steps: int) -> 
         f"--kv-channels {HEAD_DIM} --position-embedding-type rope --hidden-dropout 0 "
         f"--seq-length {LONGEST} --max-position-embeddings {LONGEST} "
         "--calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 "
-        f"--log-interval 1 --seed {SEED} --nsp-batch-tokens {BATCH_TOKENS} --data-path {prefix} "
+        f"--log-interval 1 --seed {SEED} --nsp-batch-tokens {BATCH_TOKENS} "
+        f"--train-data-path {prefix} "
         f"--global-batch-size {TREE.num_ranks * MICRO_BATCHES} "
         f"--nsp-policy file:{plans} --nsp-profile {profile} --train-iters {num_steps}"
     )

@@ -116,7 +116,7 @@ def worker() -> None:
 def measure(num_ranks: int, steps: int, prefix: str) -> float:
     """Runs `steps` pairs after three warm-up pairs; returns the ratio of the median step times."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    flags = [*MODEL, "--data-path", prefix, "--train-iters", str(2 * (steps + 3))]
+    flags = [*MODEL, "--train-data-path", prefix, "--train-iters", str(2 * (steps + 3))]
     done = subprocess.run(
         [sys.executable, *launcher, str(num_ranks), __file__, "--worker", *flags],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

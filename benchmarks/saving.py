@@ -114,7 +114,7 @@ def main() -> int:
         prefix = str(Path(folder) / "corpus")
         build_corpus = str(ROOT / "examples" / "cpu" / "build_corpus.py")
         subprocess.run([sys.executable, build_corpus, "--output", prefix], check=True)
-        flags = [*MODEL, "--data-path", prefix, "--train-iters", str(steps)]
+        flags = [*MODEL, "--train-data-path", prefix, "--train-iters", str(steps)]
         done = subprocess.run(
             [sys.executable, *launcher, __file__, "--worker", *flags],
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

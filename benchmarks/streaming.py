@@ -90,7 +90,7 @@ def training_flags(prefix: Path, plans: Path, profile: Path, num_steps: int) -> 
         f"--kv-channels {HEAD_DIM} --position-embedding-type rope --hidden-dropout 0 "
         f"--seq-length {max(SAMPLES)} --max-position-embeddings {max(SAMPLES)} "
         "--calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 "
-        f"--log-interval 1 --seed {SEED} --nsp-batch-tokens {total} --data-path {prefix} "
+        f"--log-interval 1 --seed {SEED} --nsp-batch-tokens {total} --train-data-path {prefix} "
         f"--nsp-policy file:{plans} --nsp-profile {profile} --train-iters {num_steps}"
     )
     return flags.split()

@@ -153,7 +153,7 @@ def state_hash(folder: Path) -> str:
 def run(checkout: Path, folder: Path, flags: list[str]) -> str:
     """Trains five steps on four ranks; returns the losses and the hash of what they end with."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    data = ["--data-path", str(folder / "corpus"), "--save", str(folder / "saved")]
+    data = ["--train-data-path", str(folder / "corpus"), "--save", str(folder / "saved")]
     done = subprocess.run(
         [sys.executable, *torchrun, "pretrain_nsp.py", *MODEL, *data, *flags],
         cwd=checkout, env=environment(checkout), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

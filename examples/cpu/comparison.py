@@ -21,7 +21,8 @@ from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.phases import Pass, Phase
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.steps.sampler import Batch, document_order
+from megatron_nsp.steps.draw import document_order
+from megatron_nsp.steps.sampler import Batch
 
 NESTED = "auto"
 

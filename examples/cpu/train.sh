@@ -32,6 +32,8 @@ model=(
 )
 corpus=(
   --data-path "$data"
+  --split 100,0,0 # train on all documents ...
+  --eval-iters 0 # ... and evaluate on none
   --tokenizer-type NullTokenizer # tokens are bytes
   --vocab-size 256
   --seq-length 4096 # the longest document to train on; longer ones are left out and counted

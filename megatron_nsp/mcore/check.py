@@ -39,7 +39,10 @@ def check_report(args: argparse.Namespace, job: Job, assumed: list[str]) -> Iter
 
 def planned_steps(args: argparse.Namespace, job: Job) -> Iterator[PlannedStep]:
     """The first steps of the run, as it would plan them."""
-    planner = JobPlanning.of(job).train_planner(0)
+    documents = job.documents.train
+    if documents is None:  # --skip-train
+        return
+    planner = JobPlanning.of(job).train_planner(documents, 0)
     try:
         for _ in range(min(STEPS, args.train_iters or STEPS)):
             yield planner.next_step()

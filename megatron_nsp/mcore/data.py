@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_nsp.mcore.readers import ReadRows, on_device
 from megatron_nsp.runtime.attention import NestedBatch
-from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner
+from megatron_nsp.steps.step_planner import PlannedStep, Steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class NestedDataIterator:
     """Yields the micro-batches of one rank, for ever.
 
     Args:
-        planner: plans the steps.
+        steps: the planned steps.
         read: brings the rows of this rank's buffer.
         rank: this rank in the domain.
         row_multiple: buffers are filled to a multiple of this many rows.
@@ -58,7 +58,7 @@ class NestedDataIterator:
 
     def __init__(
         self,
-        planner: StepPlanner,
+        steps: Steps,
         read: ReadRows,
         rank: int,
         row_multiple: int,
@@ -66,7 +66,7 @@ class NestedDataIterator:
         on_step: Callable[[PlannedStep], None],
     ) -> None:
         """Plans nothing yet."""
-        self._planner, self._read, self._rank = planner, read, rank
+        self._steps, self._read, self._rank = steps, read, rank
         self._row_multiple, self._overlap, self._on_step = row_multiple, overlap, on_step
         self._micro_batches = self._run()
 
@@ -80,7 +80,7 @@ class NestedDataIterator:
 
     def close(self) -> None:
         """Stops planning ahead."""
-        self._planner.close()
+        self._steps.close()
 
     def _run(self) -> Iterator[MicroBatch]:
         # A step's digest is compared while the step before runs, so that no rank waits for it.
@@ -96,7 +96,7 @@ class NestedDataIterator:
     def _plan_next(self) -> "DigestComparison | Exception":
         """The next step on its way; or why there is none, to be told when that step is due."""
         try:
-            return DigestComparison(self._planner.next_step())
+            return DigestComparison(self._steps.next_step())
         except Exception as error:
             return error
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from megatron_nsp.cost.profile import Profile, load_profile
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.args import config_from_args
 from megatron_nsp.mcore.batch_sizes import BatchSizes
-from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.job_documents import JobDocuments
 from megatron_nsp.mcore.layers import set_hybrid_layers
 from megatron_nsp.mcore.policy import check_policy
 from megatron_nsp.mcore.refusals import check_arguments, check_kernel
@@ -46,7 +45,7 @@ class JobSize:
 
         Args:
             args: Megatron's arguments with ours.
-            lengths: `[documents]` tokens of each document to train on.
+            lengths: `[documents]` tokens of each document.
             longest: longest sample to train on, in tokens.
 
         Raises:
@@ -55,39 +54,6 @@ class JobSize:
         usable = lengths[(lengths > 0) & (lengths <= longest)]
         row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
         return cls(BatchSizes.from_args(args, usable), longest, row_multiple)
-
-
-@dataclass(frozen=True, eq=False)
-class JobDocuments:
-    """The documents of a run.
-
-    Attributes:
-        train: those to train on.
-        valid: those to evaluate on, if the run evaluates.
-    """
-
-    train: Documents
-    valid: Documents | None
-
-    @classmethod
-    def open(cls, args: argparse.Namespace) -> "JobDocuments":
-        """Opens what the flags name.
-
-        Raises:
-            ValueError: a data set does not exist or is damaged.
-        """
-        if args.train_data_path:
-            train = Documents(args.train_data_path, "--train-data-path")
-        else:
-            train = Documents(args.data_path, "--data-path")
-        valid = Documents(args.valid_data_path, "--valid-data-path") if args.eval_iters else None
-        return cls(train, valid)
-
-    def __iter__(self) -> Iterator[Documents]:
-        """All that are open."""
-        yield self.train
-        if self.valid is not None:
-            yield self.valid
 
 
 def use_own_gpu(args: argparse.Namespace) -> None:
@@ -170,12 +136,13 @@ class Job:
     def from_args(cls, args: argparse.Namespace) -> "Job":
         """Checks everything and opens the data.
 
-        Sets the arguments that are replaced, and those that `--hybrid-layer-pattern` decides.
+        Sets the arguments that are replaced, those that `--hybrid-layer-pattern` decides, and no
+        evaluation where there is nothing to evaluate on.
 
         Raises:
             ValueError: a flag cannot be used; one line that names it.
         """
-        notices = apply_replacements(args)
+        replaced = apply_replacements(args)
         config = config_from_args(args)
         config.validate()
         if not config.cpu:
@@ -187,17 +154,18 @@ class Job:
         validate.check_input_layout(config, tree.num_ranks)
         heads = heads_per_rank(args)
         documents = JobDocuments.open(args)
+        documents.set_arguments(args)
         is_chunked = validate.is_always_chunked(config, tree, heads)
         longest = longest_sample(args)
         assert longest is not None, "--seq-length is checked"
         for opened in documents:
             validate.check_lengths(config, opened, longest, tree, is_chunked)
-        size = JobSize.from_args(args, documents.train.lengths, longest)
+        size = JobSize.from_args(args, next(iter(documents)).lengths, longest)
         args.hybrid_context_parallel = False  # its steps are counted; nothing else is to see it
         check_policy(config, tree, size.batches.train, heads)
         check_kernels(args, config)
-        recorder = open_recorder(config)
-        return cls(args, config, tree, size, documents, profile, tuple(notices), recorder)
+        recorder, notices = open_recorder(config), (*replaced, *documents.notices)
+        return cls(args, config, tree, size, documents, profile, notices, recorder)
 
     def describe(self, kernel_name: str | None = None) -> str:
         """One line on how the job runs.

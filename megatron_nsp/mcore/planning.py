@@ -23,7 +23,13 @@ from megatron_nsp.planner import plan_batch
 from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.steps.replay import PlanReplay
 from megatron_nsp.steps.sampler import Batch, BatchSampler, StepSizes
-from megatron_nsp.steps.step_planner import CarriedOf, PlanBatch, StepPlanner, plan_carried_first
+from megatron_nsp.steps.step_planner import (
+    CarriedOf,
+    PlanBatch,
+    PlannedStep,
+    StepPlanner,
+    plan_carried_first,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +65,14 @@ class JobPlanning:
             cost = cost.with_saving(_save_bytes(config), sizes)
         return cls(job, cost, sizes)
 
-    def train_planner(self, first_step: int) -> StepPlanner:
+    def train_planner(self, documents: Documents, first_step: int) -> StepPlanner:
         """The planner of the training steps from `first_step` on."""
         if first_step and os.environ.get("RANK", "0") == "0":
             print(f"nsp: going over the {first_step} steps before this run again", flush=True)
         path = replayed_path(self.job.config)
         plan_batch, carried_of = self._searching if path is None else self._replaying(path)
         return StepPlanner(
-            self._sampler(self.job.documents.train, self.job.size.batches.train),
+            self._sampler(documents, self.job.size.batches.train),
             plan_batch,
             self.job.config.plan_ahead,
             carried_of,
@@ -75,20 +81,39 @@ class JobPlanning:
             self._order_nodes,
         )
 
-    def valid_planner(self) -> StepPlanner:
-        """The planner of the evaluation steps, which are never replayed and save nothing."""
-        documents = self.job.documents.valid
-        assert documents is not None, "no --valid-data-path was opened"
+    def evaluation_planner(self, documents: Documents, first_step: int) -> StepPlanner:
+        """The planner of evaluation steps, which are never replayed and save nothing.
+
+        Args:
+            documents: those to evaluate on.
+            first_step: evaluation steps that the run made before it was resumed.
+        """
+        plan_batch, carried_of = self._searching
         return StepPlanner(
             self._sampler(documents, self.job.size.batches.valid),
-            self._searched,
+            plan_batch,
             self.job.config.plan_ahead,
+            carried_of,
+            first_step,
             order_nodes=self._order_nodes,
         )
 
-    def _sampler(self, documents: Documents, size_of: StepSizes) -> BatchSampler:
+    def one_pass(self, documents: Documents) -> list[PlannedStep]:
+        """The steps in which every document is evaluated once, all of them planned."""
+        sampler = self._sampler(documents, self.job.size.batches.valid, once=True)
+        planner, steps = StepPlanner(sampler, self._searched, 0, order_nodes=self._order_nodes), []
+        while not sampler.is_over:
+            steps.append(planner.next_step())
+        return steps
+
+    def _sampler(
+        self, documents: Documents, size_of: StepSizes, once: bool = False
+    ) -> BatchSampler:
         job = self.job
-        return BatchSampler(documents.lengths, size_of, job.size.max_length, job.args.seed)
+        blend = None if once else documents.blend
+        return BatchSampler(
+            documents.lengths, size_of, job.size.max_length, job.args.seed, blend, once
+        )
 
     def _mark_saved(self, plan: Plan) -> SavedSamples:
         if not self.job.config.save_budget_gb:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
 from megatron.core.utils import StragglerDetector
-from megatron.training import pretrain, training
+from megatron.training import get_tokenizer, pretrain, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint
@@ -46,7 +46,7 @@ from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
-from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
+from megatron_nsp.mcore.readers import EndOfDocument, PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.refusals import check_words
 from megatron_nsp.mcore.replacements import drop_context_parallelism
 from megatron_nsp.mcore.step_log import ExposedStep
@@ -54,7 +54,7 @@ from megatron_nsp.mcore.verdict import in_one_line, one_line, refuse_usage
 from megatron_nsp.runtime.attention import AttentionRuntime
 from megatron_nsp.runtime.executor import NodeError, build_queue
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
-from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner
+from megatron_nsp.steps.step_planner import PlannedStep, RepeatedSteps, Steps
 
 MEGATRON_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 1}
 """What `pretrain_gpt.py` falls back to, and the size of a micro-batch."""
@@ -70,7 +70,6 @@ def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.error = refuse_usage  # type: ignore[method-assign]
     parser.set_defaults(
         attention_dropout=0.0,
-        eval_iters=0,
         eval_interval=1000,
         moe_token_dispatcher_type="alltoall",
     )
@@ -170,30 +169,43 @@ class Trainer:
 
     def datasets(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
-    ) -> tuple[PlannedDocuments, PlannedDocuments | None, None]:
+    ) -> tuple[PlannedDocuments | None, PlannedDocuments | None, PlannedDocuments | None]:
         """A dataset provider for a patched tree, whose loader asks the datasets for iterators."""
         self._open_runtime()
         planning, documents = JobPlanning.of(self.job), self.job.documents
+        behind = 0 if self.args.skip_train else resume.evaluated_steps(self.args)
 
-        def open_train() -> NestedDataIterator:
-            planner = planning.train_planner(self.args.iteration)
-            return self._iterator(planner, documents.train, self._start_step)
+        def plan_train(train: Documents) -> Steps:
+            return planning.train_planner(train, self.args.iteration)
 
-        def open_valid() -> NestedDataIterator:
-            assert documents.valid is not None, "opened where the run evaluates"
-            return self._iterator(planning.valid_planner(), documents.valid, self._start_valid_step)
+        def plan_valid(valid: Documents) -> Steps:
+            if not documents.evaluates_all:
+                return planning.evaluation_planner(valid, behind)
+            one_pass = planning.one_pass(valid)
+            self.args.eval_iters = len(one_pass)
+            return RepeatedSteps(one_pass)
 
-        valid = PlannedDocuments(open_valid) if self.args.eval_iters else None
-        return PlannedDocuments(open_train), valid, None
+        def plan_test(test: Documents) -> Steps:
+            return planning.evaluation_planner(test, 0)
+
+        return (
+            self._planned(documents.train, plan_train, self._start_step),
+            self._planned(documents.valid, plan_valid, self._start_valid_step),
+            self._planned(documents.test, plan_test, self._start_test_step),
+        )
 
     datasets.is_distributed = True  # type: ignore[attr-defined]
 
     def __call__(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
-    ) -> tuple[NestedDataIterator, NestedDataIterator | None, None]:
+    ) -> tuple[NestedDataIterator | None, NestedDataIterator | None, NestedDataIterator | None]:
         """Megatron's dataset provider: iterators of planned micro-batches."""
-        train, valid, _ = self.datasets(train_val_test_num_samples, vp_stage)
-        return train.iterator(), valid.iterator() if valid else None, None
+        train, valid, test = self.datasets(train_val_test_num_samples, vp_stage)
+        return (
+            train.iterator() if train else None,
+            valid.iterator() if valid else None,
+            test.iterator() if test else None,
+        )
 
     def _step_lengths(self) -> tuple[float | None, float | None]:
         """Tokens of the step that ran, and the sum of its samples' squared lengths.
@@ -223,12 +235,22 @@ class Trainer:
                 value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
                 print(*describe_connections(value, self.job.config.overlap), sep="\n", flush=True)
 
+    def _planned(
+        self,
+        documents: Documents | None,
+        plan: Callable[[Documents], Steps],
+        on_step: Callable[[PlannedStep], None],
+    ) -> PlannedDocuments | None:
+        if documents is None:
+            return None
+        return PlannedDocuments(lambda: self._iterator(plan(documents), documents, on_step))
+
     def _iterator(
-        self, planner: StepPlanner, documents: Documents, on_step: Callable[[PlannedStep], None]
+        self, steps: Steps, documents: Documents, on_step: Callable[[PlannedStep], None]
     ) -> NestedDataIterator:
         iterator = NestedDataIterator(
-            planner,
-            self._reader(documents),
+            steps,
+            self._reader(documents.with_vocabulary(get_tokenizer().vocab_size)),
             parallel_state.get_nested_groups().rank,
             self.job.size.row_multiple,
             self.job.config.overlap,
@@ -238,11 +260,25 @@ class Trainer:
         return iterator
 
     def _reader(self, documents: Documents) -> ReadRows:
-        degree = self.job.config.static_degree
+        degree, end = self.job.config.static_degree, self._end_of_document()
         if degree is None:
-            return PlanReader(documents)
+            return PlanReader(documents, end)
         group = mpu.get_data_parallel_group()
-        return StaticReader(documents, degree, self.job.size.row_multiple, group)
+        return StaticReader(documents, degree, self.job.size.row_multiple, group, end)
+
+    def _end_of_document(self) -> EndOfDocument | None:
+        restarting = [
+            flag
+            for flag, is_set in (
+                ("--reset-position-ids", self.args.reset_position_ids),
+                ("--reset-attention-mask", self.args.reset_attention_mask),
+            )
+            if is_set
+        ]
+        if not (restarting or self.args.eod_mask_loss):
+            return None
+        is_masked = self.args.eod_mask_loss
+        return EndOfDocument(get_tokenizer().eod, is_masked, next(iter(restarting), None))
 
     def _start_step(self, step: PlannedStep) -> None:
         self._end_step()
@@ -250,6 +286,10 @@ class Trainer:
         self.job.log_step(step, self.last_step)
 
     def _start_valid_step(self, step: PlannedStep) -> None:
+        self._start_test_step(step)
+        resume.count_evaluated(self.args, step.number + 1)
+
+    def _start_test_step(self, step: PlannedStep) -> None:
         self._end_step()
         self.step = None  # a failure now is not one of the training step's documents
 

@@ -35,11 +35,50 @@ class TokenRows(NamedTuple):
     loss_mask: Tensor
 
 
+@dataclass(frozen=True)
+class EndOfDocument:
+    """What Megatron's flags do at its end-of-document token, where one lies inside a document.
+
+    Attributes:
+        token: the token.
+        is_masked: whether no loss is taken of the token that follows it (`--eod-mask-loss`).
+        restarting_flag: a flag that asks for positions or attention to begin anew behind it.
+    """
+
+    token: int
+    is_masked: bool
+    restarting_flag: str | None
+
+    def mask(self, name: str, start: int, tokens: np.ndarray) -> np.ndarray:
+        """`[n]` float32 loss mask of tokens of a document that have a target.
+
+        Args:
+            name: what the document is called, for the error.
+            start: place of the first of the tokens.
+            tokens: `[n]` the tokens.
+
+        Raises:
+            ValueError: the token lies where a document would have to be cut in two.
+        """
+        is_end = tokens == self.token
+        if self.restarting_flag is not None and is_end.any():
+            raise ValueError(
+                f"{self.restarting_flag} would cut {name} after the end-of-document token "
+                f"{self.token} at place {start + int(is_end.argmax())}: positions and attention "
+                "begin anew with every document of the index, and nowhere else"
+            )
+        return np.where(is_end & self.is_masked, np.float32(0.0), np.float32(1.0))
+
+
 ReadRows = Callable[[PlannedStep, NestedBatch], TokenRows]
 
 
 def read_tokens(
-    layout: RankLayout, step_documents: np.ndarray, lengths: np.ndarray, documents: Documents
+    layout: RankLayout,
+    step_documents: np.ndarray,
+    lengths: np.ndarray,
+    documents: Documents,
+    end: EndOfDocument | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, labels and loss mask of a rank's buffer, `[T]` each.
 
@@ -51,6 +90,7 @@ def read_tokens(
         step_documents: `[n]` document of each sample.
         lengths: `[n]` tokens of each sample.
         documents: where to read.
+        end: what the end of a document does inside of one; nothing without it.
     """
     rows = layout.buffer_tokens
     tokens, labels = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
@@ -58,11 +98,14 @@ def read_tokens(
     row = 0
     for sample, start, stop in layout.segments:
         last = int(lengths[sample])
-        read = documents.read(int(step_documents[sample]), start, min(stop + 1, last))
+        document = int(step_documents[sample])
+        read = documents.read(document, start, min(stop + 1, last))
         num_targets = min(stop, last - 1) - start
         tokens[row : row + stop - start] = read[: stop - start]
         labels[row : row + num_targets] = read[1 : 1 + num_targets]
-        loss_mask[row : row + num_targets] = 1.0
+        loss_mask[row : row + num_targets] = (
+            1.0 if end is None else end.mask(documents.name_of(document), start, read[:num_targets])
+        )
         row += stop - start
     return tokens, labels, loss_mask
 
@@ -73,14 +116,18 @@ class PlanReader:
 
     Attributes:
         documents: where to read.
+        end: what the end of a document does inside of one.
     """
 
     documents: Documents
+    end: EndOfDocument | None = None
 
     def __call__(self, step: PlannedStep, nested: NestedBatch) -> TokenRows:
         """The rows of a micro-batch; communicates nothing."""
         batch = step.batch
-        columns = read_tokens(nested.layout, batch.documents, batch.lengths, self.documents)
+        columns = read_tokens(
+            nested.layout, batch.documents, batch.lengths, self.documents, self.end
+        )
         return TokenRows(*map(on_device, columns))
 
 
@@ -93,18 +140,20 @@ class StaticReader:
         degree: ranks of a static group.
         row_multiple: buffers of the plan are filled to a multiple of this many rows.
         group: the domain's group.
+        end: what the end of a document does inside of one.
     """
 
     documents: Documents
     degree: int
     row_multiple: int
     group: dist.ProcessGroup
+    end: EndOfDocument | None = None
 
     def __call__(self, step: PlannedStep, nested: NestedBatch) -> TokenRows:
         """The rows of a micro-batch; one all-to-all for tokens, labels and loss mask together."""
         batch, rank = step.batch, nested.layout.rank
         layout = static_layout(step.plan, rank, self.degree, nested.micro_batch)
-        columns = read_tokens(layout, batch.documents, batch.lengths, self.documents)
+        columns = read_tokens(layout, batch.documents, batch.lengths, self.documents, self.end)
         reshard_map = ReshardMap.build(
             step.plan, nested.micro_batch, rank, self.degree, self.row_multiple
         )

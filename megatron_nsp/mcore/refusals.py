@@ -17,6 +17,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import HAVE_APEX
 
 from megatron_nsp.mcore.cpu.args import CPU_ARGS, CpuArgument
+from megatron_nsp.mcore.data_paths import is_split
 from megatron_nsp.mcore.layers import ATTENTION_LAYERS, LAYERS
 from megatron_nsp.mcore.refusal import Refusal, Values
 from megatron_nsp.plan.backends import backends_of
@@ -79,40 +80,65 @@ def _more_shards(flag: str, name: str, tensor_parallel: str) -> Refusal:
     )
 
 
-def _data_of_shares(given: str | Sequence[str] | None) -> str | None:
-    if given in (None, _DEFAULT_SPLIT):
-        return None
-    return given if isinstance(given, str) else " ".join(given or ())
+def _sources(**given: Any) -> list[str]:
+    """The flags that name documents; those of the three parts are one source."""
+    apart = [name for name in _PARTS if given[name] is not None]
+    names = [*(name for name in _WHOLE if given[name]), *apart[:1]]
+    return ["--" + name.replace("_", "-") for name in names]
 
 
-def _no_data(flag: str, name: str) -> Refusal:
-    return Refusal(
-        flag,
-        _data_of_shares,
-        f"{flag} {{found}} cannot be used: whole documents come from --data-path, or from "
-        "--train-data-path and --valid-data-path",
-        "Megatron would cut documents and data sets by shares of its own",
-        (name,),
-    )
+def _two_sources(*values: Any) -> str | None:
+    found = _sources(**dict(zip(_DATA, values, strict=True)))
+    return " and ".join(found) if len(found) > 1 else None
 
 
-_DEFAULT_SPLIT = "969, 30, 1"
-"""What Megatron's validation fills in for --split, where it runs before ours."""
+def _no_source(*values: Any) -> bool:
+    return not _sources(**dict(zip(_DATA, values, strict=True)))
 
 
-def _weight(prefixes: Sequence[str] | None) -> str | None:
-    """The first number among prefixes of data sets."""
-    return next((p for p in prefixes or () if p.replace(".", "", 1).isdigit()), None)
+_OTHER_DATA = (
+    (
+        "--fim-data",
+        "documents are trained on as they are in the data set",
+        "Megatron fills in the middle of samples that it has cut to one length",
+    ),
+    (
+        "--sft",
+        "documents come as tokens, not as conversations",
+        "Megatron tokenizes, packs and masks conversations in a data set of its own; whole "
+        "documents with a target at every token are what is planned",
+    ),
+    (
+        "--phase-transition-iterations",
+        "the order of documents runs over all steps",
+        "a resumed run goes over the draws of all steps before it, which other data would change",
+    ),
+    (
+        "--perform-rl-step",
+        "steps are planned before they run",
+        "samples of a step of reinforcement learning do not exist before it",
+    ),
+    (
+        "--logits-save-dir",
+        "logits would be saved in the order of a rank's buffer",
+        "Megatron pairs logits of teacher and student by their places in a batch",
+    ),
+    (
+        "--logits-load-dir",
+        "logits were saved in the order of another run's batches",
+        "Megatron pairs logits of teacher and student by their places in a batch",
+    ),
+    (
+        "--multiple-validation-sets",
+        "one list of documents is validated on",
+        "Megatron 0.19 loses the test set then, and takes it with --full-validation alone",
+    ),
+)
+"""Flags of Megatron's other data sets and loops: the flag, what a user reads, and why."""
 
-
-def _no_weights(flag: str, name: str) -> Refusal:
-    return Refusal(
-        flag,
-        _weight,
-        f"{flag} takes prefixes without weights, got {{found}}",
-        "every document of every data set comes once an epoch",
-        (name,),
-    )
+_PARTS = ("train_data_path", "valid_data_path", "test_data_path")
+_WHOLE = ("data_path", "data_args_path", "per_split_data_args_path", "mock_data")
+_DATA = (*_WHOLE, *_PARTS)
 
 
 def _missing_spec(spec: Sequence[str] | None) -> str | None:
@@ -302,33 +328,42 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "one thing decides how large a step is",
         ),
         Refusal(
-            "--eval-iters",
-            lambda eval_iters, valid_data_path, train_data_path: (
-                eval_iters and not (valid_data_path and train_data_path)
-            ),
-            "--eval-iters {eval_iters} needs --valid-data-path, and --train-data-path in place of "
             "--data-path",
-            "documents are not cut into shares for training and evaluation",
-        ),
-        _no_data("--split", "split"),
-        _no_data("--test-data-path", "test_data_path"),
-        _no_data("--data-args-path", "data_args_path"),
-        _no_data("--per-split-data-args-path", "per_split_data_args_path"),
-        Refusal(
-            "--mock-data",
-            lambda mock_data: mock_data,
-            "--mock-data cannot be used: documents come from --data-path",
-            "Megatron's mock samples all have one length",
-        ),
-        Refusal(
-            "--data-path",
-            lambda data_path, train_data_path: not (data_path or train_data_path),
-            "--data-path is required: the prefix of a .bin and .idx file",
+            _no_source,
+            "--data-path is required: the prefix of a .bin and .idx file; or --mock-data",
             "lengths are needed before the first step",
+            _DATA,
         ),
-        _no_weights("--data-path", "data_path"),
-        _no_weights("--train-data-path", "train_data_path"),
-        _no_weights("--valid-data-path", "valid_data_path"),
+        Refusal(
+            "--data-path",
+            _two_sources,
+            "documents come from one place, got {found}",
+            "Megatron would take the first and say nothing of the second",
+            _DATA,
+        ),
+        Refusal(
+            "--split",
+            lambda split: split is not None and not is_split(split),
+            "--split must be one to three shares with commas, for training, validation and test, "
+            "got {split}",
+            "Megatron would read the numbers in it and leave out what is none",
+        ),
+        Refusal(
+            "--split",
+            lambda split, train_data_path, valid_data_path, per_split_data_args_path: (
+                split is not None
+                and (train_data_path or valid_data_path or per_split_data_args_path)
+            ),
+            "--split {split} cuts --data-path, but each part has data sets of its own",
+            "nothing is left to cut",
+        ),
+        *(_off(*row) for row in _OTHER_DATA),
+        Refusal(
+            "--test-data-path",
+            lambda test_data_path, valid_data_path: test_data_path and not valid_data_path,
+            "--test-data-path needs --valid-data-path",
+            "Megatron tests only where it also validates",
+        ),
         Refusal(
             "--seq-length",
             lambda longest: longest is None,
@@ -641,44 +676,9 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         _off("--encoder-seq-length", "give --seq-length", "there is one stack of layers"),
         _off("--decoder-seq-length", "give --seq-length", "there is one stack of layers"),
         _off(
-            "--perform-rl-step",
-            "documents come from --data-path, not from a policy",
-            "its samples are made while the run goes on",
-        ),
-        _off(
             "--vision-pretraining",
             "documents hold tokens, not images",
             "Megatron asks a model of images for its gradients",
-        ),
-        _off(
-            "--fim-data",
-            "documents are trained on as they stand",
-            "it cuts samples of one length out of documents and moves their middle to the end",
-        ),
-        _off(
-            "--sft",
-            "documents come from --data-path as tokens",
-            "it reads conversations, and averages evaluation losses over micro-batches",
-        ),
-        _off(
-            "--multiple-validation-sets",
-            "a run evaluates on one data set",
-            "Megatron asks for an iterator for each",
-        ),
-        _off(
-            "--phase-transition-iterations",
-            "the draw of documents goes on through the run",
-            "Megatron would start the documents of a phase at its first one",
-        ),
-        _off(
-            "--logits-save-dir",
-            "rows of a buffer are no samples of one length",
-            "the files are read again by sample",
-        ),
-        _off(
-            "--logits-load-dir",
-            "rows of a buffer are no samples of one length",
-            "the files are written by sample",
         ),
         _off(
             "--freeze-all-layers",

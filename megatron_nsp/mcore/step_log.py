@@ -32,11 +32,13 @@ def step_line(step: PlannedStep, before: ExposedStep | None = None) -> str:
         step: the step.
         before: what was measured in the step before it.
     """
+    batch = step.batch
     parts = [
         f"nsp step {step.number + 1}",
         f"samples: {step.num_samples}",
         f"tokens: {step.num_tokens}",
         f"targets: {step.num_targets}" + ("" if step.num_targets else " (no targets in this step)"),
+        f"epoch: {batch.epoch + 1}, documents drawn: {batch.num_drawn}",
         f"predicted: {step.score.load_us / 1e3:.1f} ms",
         f"imbalance: {imbalance(step):.3f}",
         f"tokens per degree: {degree_shares(step)}",
@@ -47,7 +49,6 @@ def step_line(step: PlannedStep, before: ExposedStep | None = None) -> str:
     if step.saved is not NOTHING_SAVED:
         tokens = int(step.plan.lengths[step.saved.samples(step.plan)].sum())
         parts.append(f"saved: {tokens} tokens, at most {step.saved.rank_bytes / 1e6:.3f} MB a rank")
-    batch = step.batch
     if len(batch.over_long):
         parts.append(
             f"left out: {len(batch.over_long)} over-long ({batch.over_long_tokens} tokens: "

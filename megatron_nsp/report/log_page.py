@@ -13,6 +13,7 @@ _FIELDS = {
     "exposed": (r"exposed in step \d+: ([\d.]+) ms", "exposed communication, last rank", "ms"),
 }
 _LOSS = re.compile(r"lm loss: ([-+.\dEe]+)")
+_DRAWN = re.compile(r"epoch: (\d+), documents drawn: (\d+)")
 _STEP = re.compile(r"^nsp step (\d+)", re.MULTILINE)
 
 
@@ -37,10 +38,16 @@ def log_page(log: str) -> str:
     losses = [float(match) for match in _LOSS.findall(log)]
     if losses:
         curves.insert(0, ("loss", svg.curve(losses, 110, "lm loss", "")))
+    drawn = [match for line in lines if (match := _DRAWN.search(line))]
     left_out = [line for line in lines if "left out" in line or "carried" in line]
     rows = [
         ("steps", f"{len(lines)}"),
         ("first and last", f"{_STEP.findall(log)[0]} to {_STEP.findall(log)[-1]}"),
+        *(
+            [("epoch and documents drawn at the end", f"{drawn[-1][1]}, {drawn[-1][2]}")]
+            if drawn
+            else []
+        ),
         ("steps that left samples out or carried some", f"{len(left_out)}"),
     ]
     return svg.page("Training log", [("Summary", svg.table(("", ""), rows)), *curves])

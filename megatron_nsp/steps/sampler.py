@@ -1,10 +1,11 @@
-"""Which documents make up each step: a fixed order from seed and epoch, whole samples only.
+"""Which documents make up each step: whole samples, in the order of a draw.
 
 A step's batch is drawn until it holds the tokens of that step. Documents that cannot be trained on
 (over the longest length, or empty) are passed over where they would have been drawn, and counted in
 that batch. Samples that the planner could not fit are put at the head of the next batch.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_nsp.plan.arrays import IntArray
+from megatron_nsp.steps.draw import Blend, BlendDraw, DataSetDraw, DocumentDraw
 
 _EMPTY: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -49,7 +51,8 @@ class Batch:
         over_long_tokens: their tokens.
         num_empty: documents passed over because they hold no token.
         num_carried: how many samples, at the head, come from the previous step.
-        epoch: the epoch of the last document drawn.
+        epoch: the epoch of the last document drawn, in its own data set where they are blended.
+        num_drawn: documents drawn since the run began, those passed over as well.
     """
 
     documents: IntArray
@@ -60,16 +63,12 @@ class Batch:
     num_empty: int = 0
     num_carried: int = 0
     epoch: int = 0
+    num_drawn: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
         return int(self.lengths.sum())
-
-
-def document_order(num_documents: int, seed: int, epoch: int) -> IntArray:
-    """`[num_documents]` the order of an epoch; the same on every rank and machine."""
-    return np.random.default_rng([seed, epoch]).permutation(num_documents)
 
 
 class BatchSampler:
@@ -80,12 +79,22 @@ class BatchSampler:
         size_of: the size of each step.
         max_length: longest document to train on, in tokens.
         seed: seed of the order.
+        blend: data sets that are drawn in shares; without it all documents are one data set.
+        once: whether every document is drawn once and no more; without it there is no end.
 
     Raises:
         ValueError: no document can be trained on.
     """
 
-    def __init__(self, lengths: IntArray, size_of: StepSizes, max_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        lengths: IntArray,
+        size_of: StepSizes,
+        max_length: int,
+        seed: int,
+        blend: Blend | None = None,
+        once: bool = False,
+    ) -> None:
         """Starts at the first document of epoch 0."""
         usable = (lengths > 0) & (lengths <= max_length)
         if not usable.any():
@@ -95,12 +104,18 @@ class BatchSampler:
                 f"{max_length} tokens, the longest is {longest}"
             )
         self._lengths, self._max_length = lengths, max_length
-        self._size_of, self._seed = size_of, seed
-        self._step = 0
-        self._epoch = 0
-        self._order = document_order(len(lengths), seed, 0)
-        self._next = 0
+        self._size_of, self._step = size_of, 0
+        self._draw: DocumentDraw = (
+            BlendDraw(blend, usable, seed) if blend else DataSetDraw(0, len(lengths), seed)
+        )
+        self._num_drawn = 0
+        self._num_left = int(usable.sum()) if once else math.inf
         self._carried = _EMPTY
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that can be trained on is left to draw, and nothing is carried."""
+        return not self._num_left and not len(self._carried)
 
     def draw(self) -> Batch:
         """The next batch."""
@@ -110,8 +125,9 @@ class BatchSampler:
         over_long: list[int] = []
         num_empty = 0
         self._carried = _EMPTY
-        while num_tokens < size.tokens:
-            document = self._advance()
+        while num_tokens < size.tokens and self._num_left:
+            document = self._draw.next()
+            self._num_drawn += 1
             length = int(self._lengths[document])
             if length > self._max_length:
                 over_long.append(document)
@@ -120,6 +136,7 @@ class BatchSampler:
             else:
                 drawn.append(document)
                 num_tokens += length
+                self._num_left -= 1
         documents = np.array(drawn, dtype=np.int64)
         passed_over = np.array(over_long, dtype=np.int64)
         return Batch(
@@ -130,17 +147,10 @@ class BatchSampler:
             over_long_tokens=int(self._lengths[passed_over].sum()),
             num_empty=num_empty,
             num_carried=num_carried,
-            epoch=self._epoch,
+            epoch=self._draw.epoch,
+            num_drawn=self._num_drawn,
         )
 
     def carry(self, documents: IntArray) -> None:
         """Puts documents that did not fit at the head of the next batch."""
         self._carried = documents
-
-    def _advance(self) -> int:
-        if self._next == len(self._order):
-            self._epoch += 1
-            self._order = document_order(len(self._lengths), self._seed, self._epoch)
-            self._next = 0
-        self._next += 1
-        return int(self._order[self._next - 1])

@@ -8,9 +8,11 @@ did not fit are carried over), which is why the thread is one.
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Protocol
 
 from megatron_nsp.cost.score import PlanScore
 from megatron_nsp.plan.arrays import IntArray
@@ -94,6 +96,35 @@ class PlannedStep:
         state.update(self.batch.documents.astype("<i8").tobytes())
         state.update(self.orders.text.encode())
         return state.hexdigest()
+
+
+class Steps(Protocol):
+    """Planned steps, one after the other."""
+
+    def next_step(self) -> PlannedStep:
+        """The next step."""
+
+    def close(self) -> None:
+        """Ends what makes them."""
+
+
+class RepeatedSteps:
+    """The same steps over and over.
+
+    Args:
+        steps: at least one.
+    """
+
+    def __init__(self, steps: Iterable[PlannedStep]) -> None:
+        """Starts at the first."""
+        self._steps = cycle(steps)
+
+    def next_step(self) -> PlannedStep:
+        """The next step; after the last the first again."""
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 class StepPlanner:

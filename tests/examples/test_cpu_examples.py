@@ -37,7 +37,8 @@ def example_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_corpus_holds_the_files_in_order(tmp_path: Path) -> None:
-    from megatron_nsp.mcore.documents import Documents
+    from megatron_nsp.mcore.data_paths import DataPath
+    from megatron_nsp.mcore.documents import IndexedDocuments
 
     sources = {"b.py": "b = 1\n", "a/z.py": "# ä\n", "a/b.py": "x" * 500, "empty.py": ""}
     left_out = {"site-packages/c.py": "c", "dist-packages/d.py": "d", "note.txt": "e"}
@@ -51,7 +52,7 @@ def test_corpus_holds_the_files_in_order(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[0] == "3 documents, 511 tokens (bytes), longest 500"
     assert done.stdout.splitlines()[2] == "passed over: 1 empty, 1 unreadable files"
-    documents = Documents([str(tmp_path / "first")])
+    documents = IndexedDocuments(DataPath("--data-path", (str(tmp_path / "first"),)))
     texts = [
         documents.read(number, 0, int(length)).astype(np.uint8).tobytes().decode()
         for number, length in enumerate(documents.lengths)

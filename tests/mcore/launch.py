@@ -23,7 +23,7 @@ MODEL = (  # noqa: SIM905 - reads as the command line it is
     "--num-query-groups 2 --normalization RMSNorm --swiglu --disable-bias-linear "
     "--position-embedding-type rope --hidden-dropout 0 --seq-length 512 "
     "--max-position-embeddings 512 --calculate-per-token-loss --tokenizer-type NullTokenizer "
-    "--vocab-size 256 --lr 1e-3 --log-interval 1 --seed 7"
+    "--vocab-size 256 --lr 1e-3 --log-interval 1 --seed 7 --split 1 --eval-iters 0"
 ).split()
 MOE = (  # noqa: SIM905
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0 "
@@ -39,9 +39,16 @@ LATENT = (  # noqa: SIM905
 
 
 def model_flags(args: Sequence[str]) -> list[str]:
-    """MODEL and `args`; latent attention has a key for every query head."""
-    is_latent = "--multi-latent-attention" in args
-    return [*(f for f in MODEL if not (is_latent and f == "--group-query-attention")), *args]
+    """MODEL and `args`.
+
+    Latent attention has a key for every query head; what is not one list cannot be split.
+    """
+    text = " ".join(MODEL)
+    if "--multi-latent-attention" in args:
+        text = text.replace(" --group-query-attention", "")
+    if "--data-path" not in args:
+        text = text.replace(" --split 1", "")
+    return [*text.split(), *args]
 
 
 @dataclass(frozen=True)

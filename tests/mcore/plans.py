@@ -9,7 +9,8 @@ import numpy as np
 from megatron_nsp.cost.cost_model import CostModel
 from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.cost.shape import ModelShape
-from megatron_nsp.mcore.documents import Documents
+from megatron_nsp.mcore.data_paths import DataPath
+from megatron_nsp.mcore.documents import IndexedDocuments
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
@@ -61,7 +62,7 @@ def batches(
     prefix: Path, count: int, batch_tokens: int, max_length: int = 512, seed: int = 7
 ) -> list[Batch]:
     """The batches a run with these flags draws."""
-    lengths = Documents([str(prefix)]).lengths
+    lengths = IndexedDocuments(DataPath("--data-path", (str(prefix),))).lengths
     sampler = BatchSampler(lengths, always(batch_tokens), max_length, seed)
     return [sampler.draw() for _ in range(count)]
 

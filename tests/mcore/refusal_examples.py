@@ -36,11 +36,6 @@ NOT_FUSED = (
     "--no-bias-dropout-fusion",
     "--no-persist-layer-norm",
 )
-NO_SHARES = (
-    "cannot be used: whole documents come from --data-path, or from --train-data-path and "
-    "--valid-data-path"
-)
-
 EXAMPLES = (
     Example("--num-attention-heads 0", "--num-attention-heads must be at least 1, got 0"),
     Example("--num-query-groups 0", "--num-query-groups must be at least 1, got 0"),
@@ -92,15 +87,6 @@ EXAMPLES = (
             "--moe-grouped-gemm",
             "--moe-permute-fusion",
             "--moe-router-fusion",
-        )
-    ),
-    *(
-        Example(f"{flag} x", f"{flag} x {NO_SHARES}")
-        for flag in (
-            "--split",
-            "--test-data-path",
-            "--data-args-path",
-            "--per-split-data-args-path",
         )
     ),
     Example(
@@ -161,11 +147,6 @@ EXAMPLES = (
         "same number of tokens on every rank",
     ),
     Example(
-        "--position-embedding-type learned_absolute --nsp-max-length 1024",
-        "--max-position-embeddings 512 does not reach the longest sample of 1024 tokens that "
-        "--nsp-max-length or --seq-length allows",
-    ),
-    Example(
         "--nsp-batch-tokens 64 --step-batch-size-schedule 0:6",
         "--nsp-batch-tokens 64 cannot be used with --step-batch-size-schedule 0:6, which sets the "
         "size of every step",
@@ -178,10 +159,6 @@ EXAMPLES = (
     ),
     Example(
         "--num-query-groups 3", "--num-attention-heads 8 is no multiple of --num-query-groups 3"
-    ),
-    Example(
-        "--eval-iters 2",
-        "--eval-iters 2 needs --valid-data-path, and --train-data-path in place of --data-path",
     ),
     Example(
         "--position-embedding-type mrope",
@@ -284,10 +261,10 @@ EXAMPLES = (
     ),
     Example("--mtp-num-layers 1", "--mtp-num-layers is not supported yet, got 1"),
     Example(
-        "--eval-iters 2 --valid-data-path x",
-        "--eval-iters 2 needs --valid-data-path, and --train-data-path in place of --data-path",
+        "--position-embedding-type learned_absolute --nsp-max-length 1024",
+        "--max-position-embeddings 512 does not reach the longest sample of 1024 tokens that "
+        "--nsp-max-length or --seq-length allows",
     ),
-    Example("--mock-data", "--mock-data cannot be used: documents come from --data-path"),
     Example("", "--num-attention-heads must be given", without="--num-attention-heads 8"),
     Example(
         "--tensor-model-parallel-size 3",
@@ -301,17 +278,48 @@ EXAMPLES = (
         "--pipeline-model-parallel-layout Et|tL",
         "--pipeline-model-parallel-layout is not supported yet, got Et|tL",
     ),
-    Example("", "--data-path is required: the prefix of a .bin and .idx file", has_data=False),
-    Example("--data-path x 0.3 y", "--data-path takes prefixes without weights, got 0.3"),
     Example(
-        "--train-data-path 1 x",
-        "--train-data-path takes prefixes without weights, got 1",
+        "",
+        "--data-path is required: the prefix of a .bin and .idx file; or --mock-data",
+        without="--split 1",
+        has_data=False,
+    ),
+    Example("--mock-data", "documents come from one place, got --data-path and --mock-data"),
+    Example(
+        "--per-split-data-args-path x --valid-data-path x",
+        "documents come from one place, got --per-split-data-args-path and --valid-data-path",
+        has_data=False,
+    ),
+    *(
+        Example(
+            f"--split={split}",
+            "--split must be one to three shares with commas, for training, validation and test, "
+            f"got {split}",
+        )
+        for split in ("0,0", "-1,2", "98,1,1,0", "most", "1e9", ".9.9")
+    ),
+    Example(
+        "--split 9,1 --train-data-path x",
+        "--split 9,1 cuts --data-path, but each part has data sets of its own",
         has_data=False,
     ),
     Example(
-        "--train-data-path x --valid-data-path 0.5 y --eval-iters 1",
-        "--valid-data-path takes prefixes without weights, got 0.5",
+        "--train-data-path x --test-data-path y",
+        "--test-data-path needs --valid-data-path",
+        without="--split 1",
         has_data=False,
+    ),
+    *(
+        Example(flag, f"{flag.split()[0]} cannot be used: {message}")
+        for flag, message in {
+            "--fim-data": "documents are trained on as they are in the data set",
+            "--sft": "documents come as tokens, not as conversations",
+            "--phase-transition-iterations 2": "the order of documents runs over all steps",
+            "--perform-rl-step": "steps are planned before they run",
+            "--logits-save-dir x": "logits would be saved in the order of a rank's buffer",
+            "--logits-load-dir x": "logits were saved in the order of another run's batches",
+            "--multiple-validation-sets": "one list of documents is validated on",
+        }.items()
     ),
     Example(
         "",
@@ -417,17 +425,7 @@ EXAMPLES = (
             ("--decoder-num-layers 2", "give --num-layers"),
             ("--encoder-seq-length 512", "give --seq-length"),
             ("--decoder-seq-length 512", "give --seq-length"),
-            ("--perform-rl-step", "documents come from --data-path, not from a policy"),
             ("--vision-pretraining", "documents hold tokens, not images"),
-            ("--fim-data", "documents are trained on as they stand"),
-            ("--sft", "documents come from --data-path as tokens"),
-            ("--multiple-validation-sets", "a run evaluates on one data set"),
-            (
-                "--phase-transition-iterations 5",
-                "the draw of documents goes on through the run",
-            ),
-            ("--logits-save-dir logits", "rows of a buffer are no samples of one length"),
-            ("--logits-load-dir logits", "rows of a buffer are no samples of one length"),
             (
                 "--freeze-all-layers",
                 "Megatron 0.19 trains the layers of a configured model all the same",

@@ -11,7 +11,7 @@ from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.tree import Node, SPTree
 from tests.data_maker import write_documents
 from tests.mcore.command_line import parse
-from tests.mcore.launch import MODEL, ROOT, command, environment
+from tests.mcore.launch import MODEL, ROOT, command, environment, model_flags
 
 pytestmark = pytest.mark.usefixtures("help_texts")
 
@@ -184,7 +184,8 @@ def test_a_file_that_holds_no_plan(
 def test_evaluation_documents_are_opened_and_checked_before_the_run(
     monkeypatch: pytest.MonkeyPatch, prefix: Path
 ) -> None:
-    flags = [*MODEL, "--train-data-path", str(prefix), "--eval-iters", "1", "--valid-data-path"]
+    data = ["--train-data-path", str(prefix), "--eval-iters", "1", "--valid-data-path"]
+    flags = model_flags(data)
     for name, message in (
         ("nowhere", "--valid-data-path .*nowhere: there is no file"),
         (

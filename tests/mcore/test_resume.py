@@ -67,6 +67,19 @@ def test_the_layout_of_the_input_changes_no_plan(settings: Settings) -> None:
     compare(settings(BUDGET), settings(f"{BUDGET} --nsp-input-layout static:2"))
 
 
+def test_other_weights_draw_other_documents(settings: Settings, tmp_path: Path) -> None:
+    write_documents(tmp_path / "more", [3, 4], seed=0)
+    weighted = "--data-path {} {docs} {} {more}"
+    names = {name: str(tmp_path / name) for name in ("docs", "more")}
+    before = settings(weighted.format(1, 3, **names))
+    compare(before, settings(weighted.format("1.0", 3, **names)))
+    message = "weights of --data-path 1 from document 0 on, 3 from document 3 on, this run has "
+    with pytest.raises(OtherDrawError, match=f"{message}1 from"):
+        compare(before, settings(weighted.format(1, 4, **names)))
+    with pytest.raises(OtherDrawError, match=f"{message}None"):
+        compare(before, settings(f"--data-path {names['docs']} {names['more']}"))
+
+
 def test_a_profile_is_known_by_its_numbers(settings: Settings, tmp_path: Path) -> None:
     path, profile = tmp_path / "machine.json", load_profile("cpu-gloo").to_dict()
     flags = f"{BUDGET} --nsp-profile {path}"

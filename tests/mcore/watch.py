@@ -141,15 +141,15 @@ def mask_targets(before: int) -> None:
 
 def watch_reads() -> None:
     """Saves which tokens a rank reads: document, start and stop of each call."""
-    from megatron_nsp.mcore.documents import Documents
+    from megatron_nsp.mcore.documents import IndexedDocuments
 
-    read = Documents.read
+    read = IndexedDocuments.read
 
-    def watched(self: Documents, document: int, start: int, stop: int) -> Any:
+    def watched(self: IndexedDocuments, document: int, start: int, stop: int) -> Any:
         READS.append((document, start, stop))
         return read(self, document, start, stop)
 
-    Documents.read = watched
+    IndexedDocuments.read = watched
 
 
 def watch_loss() -> None:

@@ -126,7 +126,7 @@ class Tree:
     def train(self, script: Path, *flags: str, **environment: str) -> list[float]:
         """Trains on two ranks; returns the losses."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        data = ["--data-path", str(self.root / "docs")]
+        data = ["--train-data-path", str(self.root / "docs")]
         output = self.python(*torchrun, str(script), *FLAGS, *data, *flags, **environment)
         assert "2 ranks in the domain, degrees [1, 2]" in output
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]

@@ -21,10 +21,12 @@ from megatron_nsp.simulator import StepSettings
 from megatron_nsp.simulator.compare import Setting
 
 LOG = """\
-nsp step 1 | samples: 9 | tokens: 300 | targets: 291 | predicted: 12.5 ms | imbalance: 1.050 | \
+nsp step 1 | samples: 9 | tokens: 300 | targets: 291 | \
+epoch: 1, documents drawn: 9 | predicted: 12.5 ms | imbalance: 1.050 | \
 tokens per degree: 1: 100% | plan: 1.0 ms, waited 0.2 ms
  [2026-11-30] iteration        1/       2 | lm loss: 5.500000E+00 | loss scale: 1.0 |
-nsp step 2 | samples: 4 | tokens: 310 | targets: 306 | predicted: 14.5 ms | imbalance: 1.010 | \
+nsp step 2 | samples: 4 | tokens: 310 | targets: 306 | \
+epoch: 2, documents drawn: 13 | predicted: 14.5 ms | imbalance: 1.010 | \
 tokens per degree: 4: 100% | plan: 1.0 ms, waited 0.0 ms | carried to the next step: 3 | \
 exposed in step 1: 8.5 ms
  [2026-11-30] iteration        2/       2 | lm loss: 5.250000E+00 | loss scale: 1.0 |
@@ -205,6 +207,7 @@ def test_a_log_shows_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rows(html, "Summary") == [
         ["steps", "2"],
         ["first and last", "1 to 2"],
+        ["epoch and documents drawn at the end", "2, 13"],
         ["steps that left samples out or carried some", "1"],
     ]
     for section, values, top in (

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_nsp.steps.sampler import BatchSampler, always, document_order
+from megatron_nsp.steps.draw import document_order
+from megatron_nsp.steps.sampler import BatchSampler, always
 
 
 def test_every_document_once_an_epoch_in_the_order_of_the_seed() -> None:

@@ -28,14 +28,17 @@ def test_a_step_with_everything() -> None:
         over_long=np.array([11, 5, 8, 9]),
         over_long_tokens=7777,
         num_empty=2,
+        epoch=1,
+        num_drawn=140,
     )
     # The ranks are busy for 4000, 1000, 2000 and 1000 us: 4000 over the mean of 2000.
     # The step lasts 1100 forward, 2900 backward and the bias of 500 us.
     times = score([1000, 200, 500, 200], [2800, 600, 1300, 600], [100, 100, 100, 100])
     step = PlannedStep(41, batch, plan, times, plan_ms=12.34, waited_ms=0.56)
     assert step_line(step, ExposedStep(40, 7.89)) == (
-        "nsp step 42 | samples: 3 | tokens: 50 | targets: 47 | predicted: 4.5 ms | "
-        "imbalance: 2.000 | tokens per degree: 1: 20%, 4: 80% | plan: 12.3 ms, waited 0.6 ms | "
+        "nsp step 42 | samples: 3 | tokens: 50 | targets: 47 | epoch: 2, documents drawn: 140 | "
+        "predicted: 4.5 ms | imbalance: 2.000 | tokens per degree: 1: 20%, 4: 80% | "
+        "plan: 12.3 ms, waited 0.6 ms | "
         "left out: 4 over-long (7777 tokens: documents 11, 5, 8 and 1 more) | "
         "left out: 2 empty | carried to the next step: 2 | "
         "exposed in step 41: 7.9 ms"
@@ -60,7 +63,8 @@ def test_a_step_without_targets_or_work_is_even() -> None:
     batch = Batch(np.arange(2), plan.lengths)
     assert step_line(PlannedStep(0, batch, plan, score([0] * 4, [0] * 4, [0] * 4), 1.0)) == (
         "nsp step 1 | samples: 2 | tokens: 2 | targets: 0 (no targets in this step) | "
-        "predicted: 0.5 ms | imbalance: 1.000 | tokens per degree: 2: 100% | "
+        "epoch: 1, documents drawn: 0 | predicted: 0.5 ms | imbalance: 1.000 | "
+        "tokens per degree: 2: 100% | "
         "plan: 1.0 ms, waited 0.0 ms"
     )
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import training
 
 from megatron_nsp.mcore.fixes.torch_adam import make_checkpoints_loadable
@@ -18,6 +20,7 @@ def apply() -> None:
     make_checkpoints_loadable()
     _end_without_a_folder_to_save_in()
     _count_samples_by_groups()
+    _skip_planned_steps()
 
 
 def _keep_compiled_dataset_index() -> None:
@@ -75,3 +78,20 @@ def _count_samples_by_groups() -> None:
     Can go when `train` counts `get_current_running_global_batch_size()`.
     """
     training.mpu = _CountedRanks()
+
+
+def _skip_planned_steps() -> None:
+    """Takes the micro-batches of `--iterations-to-skip` from the iterator and leaves them.
+
+    Megatron takes each for a dictionary that one tensor-parallel rank has and sends to the others.
+    Ours are planned, and every rank has its own. Can go when `dummy_train_step` takes any batch.
+    """
+
+    def skip_step(data_iterator: Any) -> None:
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        while get_rerun_state_machine().should_run_forward_backward(data_iterator):
+            for _ in range(get_num_microbatches()):
+                for iterator in iterators:
+                    next(iterator)
+
+    training.dummy_train_step = skip_step
