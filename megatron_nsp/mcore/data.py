@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from megatron_nsp.mcore.further_tokens import FurtherTokens, further_tokens
 from megatron_nsp.mcore.readers import ReadRows, on_device
 from megatron_nsp.runtime.attention import NestedBatch
 from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner
@@ -33,6 +34,7 @@ class MicroBatch:
         loss_mask: `[1, T]` float32, 1 where there is a target.
         positions: `[T]` int64 place of each token in its own sample.
         padding_mask: `[1, T]` bool, True in filler rows.
+        further: what each depth of multi-token prediction sees, depth 1 first.
     """
 
     nested: NestedBatch
@@ -42,6 +44,7 @@ class MicroBatch:
     loss_mask: Tensor
     positions: Tensor
     padding_mask: Tensor
+    further: tuple[FurtherTokens, ...] = ()
 
 
 class NestedDataIterator:
@@ -120,6 +123,7 @@ class NestedDataIterator:
             loss_mask=rows.loss_mask.unsqueeze(0),
             positions=on_device(layout.positions),
             padding_mask=on_device(is_filler).unsqueeze(0),
+            further=further_tokens(rows, layout, step.batch.lengths),
         )
 
 

@@ -193,11 +193,11 @@ class Trainer:
         return iterator
 
     def _reader(self, documents: Documents) -> ReadRows:
-        degree = self.job.config.static_degree
+        degree, num_further = self.job.config.static_degree, self.args.mtp_num_layers or 0
         if degree is None:
-            return PlanReader(documents)
+            return PlanReader(documents, num_further)
         group = mpu.get_data_parallel_group()
-        return StaticReader(documents, degree, self.job.size.row_multiple, group)
+        return StaticReader(documents, degree, self.job.size.row_multiple, group, num_further)
 
     def _start_step(self, step: PlannedStep) -> None:
         self._end_step()
@@ -219,7 +219,7 @@ class Trainer:
         """Megatron's forward step: the losses of one micro-batch and how to sum them."""
         batch = next(data_iterator)
         assert self.runtime is not None
-        params = NestedSeqParams.of(batch.nested, self.runtime, batch.positions)
+        params = NestedSeqParams.of(batch.nested, self.runtime, batch.positions, batch.further)
         extra = {"padding_mask": batch.padding_mask} if self.args.num_experts else {}
         losses = model(
             batch.tokens,

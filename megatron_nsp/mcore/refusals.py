@@ -497,11 +497,51 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "with a stack of other modules",
             "Megatron ships a stack of Transformer Engine's modules alone",
         ),
-        _only(
+        Refusal(
             "--mtp-num-layers",
-            "mtp_num_layers",
-            "--mtp-num-layers is not supported yet",
-            "it needs the tokens after a slice",
+            lambda mtp_num_layers: mtp_num_layers is not None and mtp_num_layers < 0,
+            "--mtp-num-layers must be at least 0, got {mtp_num_layers}",
+            "a number of depths",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, hybrid_layer_pattern: (
+                mtp_num_layers and hybrid_layer_pattern is not None
+            ),
+            "--mtp-num-layers {mtp_num_layers} cannot be used with --hybrid-layer-pattern "
+            "{hybrid_layer_pattern}",
+            "further tokens are predicted by GPT models alone",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda depths, path, text: depths and (path or text),
+            "--mtp-num-layers {mtp_num_layers} cannot be used with "
+            "--heterogeneous-layers-config-path or --heterogeneous-layers-config-encoded-json",
+            "Megatron would predict further tokens with a layer that is not among those",
+            (
+                *("mtp_num_layers", "heterogeneous_layers_config_path"),
+                "heterogeneous_layers_config_encoded_json",
+            ),
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, position_embedding_type: (
+                mtp_num_layers and position_embedding_type not in ("rope", "none")
+            ),
+            "--mtp-num-layers {mtp_num_layers} needs --position-embedding-type rope or none, got "
+            "{position_embedding_type}",
+            "Megatron 0.19 takes no other",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, recompute_granularity, recompute_method, recompute_num_layers: (
+                mtp_num_layers
+                and (recompute_granularity, recompute_method) == ("full", "uniform")
+                and recompute_num_layers != 1
+            ),
+            "--mtp-num-layers {mtp_num_layers} with --recompute-method uniform needs "
+            "--recompute-num-layers 1, got {recompute_num_layers}",
+            "Megatron refuses it in the first step",
         ),
     ],
     "Experts": [

@@ -61,6 +61,7 @@ def main(argv: list[str]) -> None:
 
     watch.watch_optimizer()
     watch.watch_loss()
+    watch.watch_further_losses()
     watch.watch_tokens()
     watch.watch_groups()
     watch.watch_rotary()

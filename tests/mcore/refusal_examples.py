@@ -275,7 +275,25 @@ EXAMPLES = (
         "--num-layers-per-virtual-pipeline-stage 1",
         "--num-layers-per-virtual-pipeline-stage is not supported yet, got 1",
     ),
-    Example("--mtp-num-layers 1", "--mtp-num-layers is not supported yet, got 1"),
+    Example("--mtp-num-layers -1", "--mtp-num-layers must be at least 0, got -1"),
+    Example(
+        "--mtp-num-layers 1 --hybrid-layer-pattern *- --spec tests.mcore.local_stack SPEC",
+        "--mtp-num-layers 1 cannot be used with --hybrid-layer-pattern *-",
+    ),
+    Example(
+        "--mtp-num-layers 1 --heterogeneous-layers-config-path x",
+        "--mtp-num-layers 1 cannot be used with --heterogeneous-layers-config-path or "
+        "--heterogeneous-layers-config-encoded-json",
+    ),
+    Example(
+        "--mtp-num-layers 1 --position-embedding-type learned_absolute",
+        "--mtp-num-layers 1 needs --position-embedding-type rope or none, got learned_absolute",
+    ),
+    Example(
+        "--mtp-num-layers 1 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2",
+        "--mtp-num-layers 1 with --recompute-method uniform needs --recompute-num-layers 1, got 2",
+    ),
     Example(
         "--eval-iters 2 --valid-data-path x",
         "--eval-iters 2 needs --valid-data-path, and --train-data-path in place of --data-path",
