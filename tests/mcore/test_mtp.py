@@ -26,10 +26,11 @@ from tests.mcore.test_reference import assert_equals_plain, plain
 LENGTHS = [130, 77, 64, 31, 8, 3, 1, 2, 55, 4, 1, 90]
 STEPS = len(EVERY_KIND)
 TREE = SPTree(4, (1, 2, 4))
-RECOMPUTE = (  # noqa: SIM905 - reads as the command line it is
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-    "--nsp-save-budget-gb inf"
-).split()
+WHOLE = ["--recompute-granularity", "full", "--nsp-save-budget-gb", "inf", "--recompute-method"]
+UNIFORM = [*WHOLE, "uniform", "--recompute-num-layers", "1"]
+BLOCK = [*WHOLE, "block", "--recompute-num-layers", "2"]
+ROW_BYTES = 8 * 8 * 8
+"""Of the output of one token's attention in double precision: 8 heads of 8 elements."""
 
 
 def targets(depth: int) -> int:
@@ -93,7 +94,7 @@ def test_e4_every_placement_with_a_fixed_input_layout(two_deep: Model) -> None:
 
 def test_pipeline_stages_with_several_micro_batches_in_flight(two_deep: Model) -> None:
     stages = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8"]
-    run = two_deep.run("stages", 4, *stages, *RECOMPUTE)
+    run = two_deep.run("stages", 4, *stages, *UNIFORM)
     assert "4 micro-batches a step" in run.output
     two_deep.assert_equals_one_rank(run)
 
@@ -106,15 +107,18 @@ def test_tensor_parallel_ranks(two_deep: Model) -> None:
 
 def test_one_layer_at_two_depths_recomputed_from_saved_outputs(tmp_path: Path) -> None:
     model = Model(tmp_path / "repeated", 2, "--mtp-use-repeated-layer")
-    run = model.run("placed", 4, *model.placed, *RECOMPUTE)
-    assert f"saved: {sum(LENGTHS)} tokens" in run.output
+    run = model.run("placed", 4, *model.placed, *UNIFORM, "--probe-recompute")
     model.assert_equals_one_rank(run)
+    for step in range(STEPS):  # the depths save apart from one another and from the model's layers
+        saved = sum(out_bytes for rank in run.steps for _, _, out_bytes, _ in rank[step]["saved"])
+        assert saved == (2 + 2) * sum(LENGTHS) * ROW_BYTES
     assert not any("mtp.layers.1" in name for name in run.grads(0))
 
 
-def test_experts_one_deep_with_gradients_kept_from_the_model(tmp_path: Path) -> None:
+def test_experts_one_deep_recomputed_in_blocks_with_heads_cut_off_the_model(tmp_path: Path) -> None:
     model = Model(tmp_path / "experts", 1, *MOE, "--mtp-detach-heads")
-    run = model.run("placed", 4, *model.placed, "--expert-model-parallel-size", "2")
+    # Megatron recomputes no depth by blocks: its layer must not take what one of the model saved.
+    run = model.run("placed", 4, *model.placed, "--expert-model-parallel-size", "2", *BLOCK)
     model.assert_equals_one_rank(run)
     assert any("mtp_model_layer.mlp.experts" in name for name in run.grads(0))
 
