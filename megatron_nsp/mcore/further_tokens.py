@@ -43,7 +43,7 @@ class FurtherTokens:
 
 
 def further_tokens(
-    rows: TokenRows, layout: RankLayout, lengths: IntArray
+    rows: TokenRows, layout: RankLayout, lengths: IntArray, filler_token: int = 0
 ) -> tuple[FurtherTokens, ...]:
     """What the depths see, depth 1 first; as many as tokens were read further on.
 
@@ -51,6 +51,7 @@ def further_tokens(
         rows: what was read.
         layout: what the rank holds.
         lengths: `[n]` tokens of each sample of the step.
+        filler_token: token of filler rows.
     """
     if not rows.further:
         return ()
@@ -59,9 +60,19 @@ def further_tokens(
     for depth, (tokens, labels) in enumerate(pairwise((rows.labels, *rows.further)), 1):
         positions = np.where(left >= depth, layout.positions + depth, 0)
         loss_mask = (left > depth).astype(np.float32)
+        tokens = with_filler_token(tokens, layout, filler_token)
         columns = tokens, on_device(positions), labels, on_device(loss_mask)
         depths.append(FurtherTokens(*(column.unsqueeze(0) for column in columns)))
     return tuple(depths)
+
+
+def with_filler_token(tokens: Tensor, layout: RankLayout, filler_token: int) -> Tensor:
+    """`[T]` the tokens, with this one in filler rows."""
+    if not filler_token:  # what readers leave there
+        return tokens
+    tokens = tokens.clone()
+    tokens[layout.num_tokens :] = filler_token
+    return tokens
 
 
 def tokens_after(layout: RankLayout, lengths: IntArray) -> IntArray:

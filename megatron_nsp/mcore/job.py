@@ -13,6 +13,7 @@ from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.layers import set_hybrid_layers
 from megatron_nsp.mcore.policy import check_policy
+from megatron_nsp.mcore.quantized import block_rows
 from megatron_nsp.mcore.refusals import check_arguments, check_kernel
 from megatron_nsp.mcore.sizes import heads_per_rank, longest_sample, set_batch_sizes
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
@@ -42,7 +43,9 @@ class StepSize:
         """Reads it off checked arguments whose batch sizes are set."""
         max_length = longest_sample(args)
         assert max_length is not None, "--seq-length is checked"
-        row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        row_multiple = block_rows(args)
+        if args.sequence_parallel:  # each tensor-parallel rank holds an equal part of the rows
+            row_multiple *= args.tensor_model_parallel_size
         return cls(int(args.global_batch_size) // num_ranks, max_length, row_multiple)
 
 

@@ -12,6 +12,7 @@ from megatron_nsp.cost.models import Model
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore import mtp
 from megatron_nsp.mcore.layers import LayerCounts, layer_windows, recomputed_layers
+from megatron_nsp.mcore.quantized import block_rows, embed_fillers_as_zeros
 from megatron_nsp.mcore.rope import use_positions
 from megatron_nsp.mcore.spec import exchange_core_attention, nested_spec, output_stays
 from megatron_nsp.plan.saving import SavedSizes
@@ -33,6 +34,8 @@ def model_config(args: argparse.Namespace) -> Any:
     else:
         config.transformer_layer_spec = nested_spec(spec or default_layer_spec)
     config.pre_wrap_hooks.append(use_positions)
+    if block_rows(args) > 1:
+        config.pre_wrap_hooks.append(embed_fillers_as_zeros)
     if args.mtp_num_layers:
         mtp.install()
     return config

@@ -36,6 +36,7 @@ from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
+from megatron_nsp.mcore.quantized import FILLER_TOKEN, block_rows
 from megatron_nsp.mcore.readers import PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.step_log import ExposedStep
 from megatron_nsp.runtime.attention import AttentionRuntime
@@ -188,6 +189,7 @@ class Trainer:
             self.job.size.row_multiple,
             self.job.config.overlap,
             on_step,
+            FILLER_TOKEN if block_rows(self.args) > 1 else 0,
         )
         self._iterators.append(iterator)
         return iterator

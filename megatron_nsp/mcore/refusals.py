@@ -173,6 +173,42 @@ def _hides_fillers(
     return bool(num_experts) and is_split and pipeline_model_parallel_size > 1
 
 
+def _quantized(flag: str, name: str) -> tuple[Refusal, ...]:
+    """What linear layers in few bits may not meet."""
+    reason = "ranks would reduce the maxima of different modules together"
+    return (
+        Refusal(
+            flag,
+            lambda given, backend: given and all(each.is_native for each in backends_of(backend)),
+            f"{flag} {{{name}}} cannot be used with --nsp-backend {{nsp_backend}}",
+            reason,
+            (name, "nsp_backend"),
+        ),
+        Refusal(
+            flag,
+            lambda given, kernel: given and kernel == "te-module",
+            f"{flag} {{{name}}} cannot be used with --nsp-kernel {{nsp_kernel}}",
+            reason,
+            (name, "nsp_kernel"),
+        ),
+        Refusal(
+            flag,
+            lambda given, implementation: given and implementation != "transformer_engine",
+            f"{flag} {{{name}}} needs --transformer-impl transformer_engine, got "
+            "{transformer_impl}",
+            "Megatron would train in 16 bits and not say so",
+            (name, "transformer_impl"),
+        ),
+        Refusal(
+            flag,
+            lambda given: given and not HAVE_TE,
+            f"{flag} {{{name}}} needs Transformer Engine, which is not installed",
+            "Megatron would train in 16 bits and not say so",
+            (name,),
+        ),
+    )
+
+
 _SIZES = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-attention-heads"),
     *("--num-query-groups", "--global-batch-size", "--seed", "--num-layers", "--hidden-size"),
@@ -641,18 +677,8 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         ),
     ],
     "Precision, graphs and checkpoints": [
-        _only(
-            "--fp8-format",
-            "fp8",
-            "--fp8-format is not supported yet",
-            "rows of a slice are no multiple of a block",
-        ),
-        _only(
-            "--fp4-format",
-            "fp4",
-            "--fp4-format is not supported yet",
-            "rows of a slice are no multiple of a block",
-        ),
+        *_quantized("--fp8-format", "fp8"),
+        *_quantized("--fp4-format", "fp4"),
         _only(
             "--cuda-graph-impl",
             "cuda_graph_impl",

@@ -378,15 +378,22 @@ EXAMPLES = (
         "--sequence-parallel with experts and --pipeline-model-parallel-size 3 is not supported "
         "yet: later stages would see filler tokens as real ones",
     ),
-    Example(
-        "--bf16 --fp8-format hybrid",
-        "--fp8-format is not supported yet, got hybrid",
-        without="--nsp-cpu",
-    ),
-    Example(
-        "--bf16 --fp4-format e2m1",
-        "--fp4-format is not supported yet, got e2m1",
-        without="--nsp-cpu",
+    *(
+        Example(
+            f"--bf16 {flag} {formats} {more}",
+            f"{flag} {formats} {message}",
+            without="--nsp-cpu",
+        )
+        for flag, formats in (("--fp8-format", "hybrid"), ("--fp4-format", "e2m1"))
+        for more, message in (
+            ("--nsp-backend te-p2p", "cannot be used with --nsp-backend te-p2p"),
+            ("--nsp-kernel te-module", "cannot be used with --nsp-kernel te-module"),
+            (
+                "--transformer-impl local",
+                "needs --transformer-impl transformer_engine, got local",
+            ),
+            ("", "needs Transformer Engine, which is not installed"),
+        )
     ),
     Example(
         "--bf16 --cuda-graph-impl local",

@@ -233,6 +233,25 @@ def watch_layer_inputs() -> None:
     TransformerLayer.forward = watched
 
 
+def fill_blocks(rows: int) -> None:
+    """Fills buffers as for FP8; saves of each layer's input its rows, and its fillers' largest."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_nsp.mcore import job, model
+
+    for module in (job, model, pretrain):
+        module.block_rows = lambda args: rows
+    forward, fillers = TransformerLayer.forward, MORE.setdefault("fillers", [])
+
+    def watched(self: TransformerLayer, hidden_states: torch.Tensor, *a: Any, **k: Any) -> Any:
+        held = len(ROWS)
+        largest = hidden_states[held:].abs().amax((1, 2)).tolist()
+        fillers.append((hidden_states.shape[0], largest))
+        return forward(self, hidden_states, *a, **k)
+
+    TransformerLayer.forward = watched
+
+
 def watch_groups() -> None:
     """Puts a logging group around each nested group."""
     provide = pretrain.Trainer.__call__
