@@ -63,7 +63,8 @@ def test_what_is_replaced_is_said_once(
     model = [flag for flag in MODEL if flag not in left_out]
     args, job = parse(monkeypatch, [*model, "--data-path", str(prefix), *flags.split()])
     assert job.notices.count(EXAMPLES[flags]) == 1
-    *replaced, idle = job.notices
+    *replaced, documents, idle = job.notices
+    assert documents.startswith("documents: ")
     assert len(replaced) == 1 + ("max-seqlen" in flags) and idle.startswith("without effect: ")
     assert args.calculate_per_token_loss and args.context_parallel_size == 1
     assert not args.hybrid_context_parallel and args.dataloader_type == "external"
@@ -82,4 +83,4 @@ def test_a_job_that_asks_for_nothing_else_is_told_nothing(
 ) -> None:
     flags = ["--data-path", str(prefix), "--attention-dropout", "0"]
     _, job = parse(monkeypatch, [*MODEL, *flags])
-    assert job.notices == ()
+    assert job.notices == ("documents: 3 to train on",)
