@@ -505,6 +505,7 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             """
         ),
         _done("--iterations-to-skip", "the documents of these steps are drawn and left out"),
+        _refused("--config-logger-dir", "Megatron 0.19 fails on process groups when it writes it"),
         _refused("--check-for-spiky-loss", "it compares sums of losses"),
         _refused("--perform-rl-step", "a step's samples would come from a policy, not from files"),
         _refused("--vision-pretraining", "there are no images here"),
@@ -566,13 +567,13 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             --log-memory-to-tensorboard --log-memory-interval --log-device-memory-used
             --log-num-zeros-in-grad --no-barrier-with-level-1-timing --log-world-size-to-tensorboard
             --wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --logging-level
-            --log-energy --config-logger-dir --profile --profile-step-start --profile-step-end
-            --use-pytorch-profiler --pytorch-profiler-collect-shapes
-            --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --profile-ranks
-            --record-memory-history --memory-snapshot-path --record-shapes --nvtx-ranges
-            --straggler-ctrlr-port --straggler-minmax-count --disable-straggler-on-startup
-            --run-workload-inspector-server --no-one-logger --one-logger-project
-            --one-logger-run-name --one-logger-async --app-tag-run-name --app-tag-run-version
+            --log-energy --profile --profile-step-start --profile-step-end --use-pytorch-profiler
+            --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
+            --pytorch-profiler-collect-chakra --profile-ranks --record-memory-history
+            --memory-snapshot-path --record-shapes --nvtx-ranges --straggler-ctrlr-port
+            --straggler-minmax-count --disable-straggler-on-startup --run-workload-inspector-server
+            --no-one-logger --one-logger-project --one-logger-run-name --one-logger-async
+            --app-tag-run-name --app-tag-run-version
             """
         ),
         _done(

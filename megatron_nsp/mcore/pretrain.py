@@ -49,7 +49,7 @@ from megatron_nsp.mcore.planning import JobPlanning
 from megatron_nsp.mcore.quantized import FILLER_TOKEN, block_rows
 from megatron_nsp.mcore.readers import EndOfDocument, PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.refusals import check_words
-from megatron_nsp.mcore.replacements import drop_context_parallelism
+from megatron_nsp.mcore.replacements import replace_validated
 from megatron_nsp.mcore.step_log import ExposedStep
 from megatron_nsp.mcore.verdict import in_one_line, one_line, refuse_usage
 from megatron_nsp.runtime.attention import AttentionRuntime
@@ -105,7 +105,7 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
             set_global_variables(args)
         else:  # what set_global_variables also opens (writers of logs) is for a run
             notices += set_vocabulary(args)
-    drop_context_parallelism(args)
+    replace_validated(args)
     return args, replace(job, notices=tuple(notices))
 
 
@@ -162,7 +162,7 @@ class Trainer:
         if args.dataloader_type == "single":
             args.dataloader_type = None  # Megatron's validation filled in its default
         job = Job.from_args(args)
-        drop_context_parallelism(args)
+        replace_validated(args)
         at_start.apply()
         parallel_state.configure(job.tree)
         resume.compare_on_load(args, job)

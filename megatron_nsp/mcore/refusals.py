@@ -70,6 +70,17 @@ def _off(flag: str, why: str, reason: str) -> Refusal:
     return Refusal(flag, bool, f"{flag} cannot be used: {why}", reason, (name,))
 
 
+def _needs_te(flag: str, reason: str) -> Refusal:
+    """Refuses whatever an argument is set to, where Transformer Engine is missing."""
+    return Refusal(
+        flag,
+        lambda given: given is not None and not HAVE_TE,
+        f"{flag} needs Transformer Engine, which is not installed",
+        reason,
+        (flag[2:].replace("-", "_"),),
+    )
+
+
 def _more_shards(flag: str, name: str, tensor_parallel: str) -> Refusal:
     return Refusal(
         flag,
@@ -762,6 +773,21 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "documents hold tokens, not images",
             "Megatron asks a model of images for its gradients",
         ),
+        _off(
+            "--config-logger-dir",
+            "Megatron 0.19 fails when it writes the process groups of a model",
+            "it takes them for numbers and lists",
+        ),
+        Refusal(
+            "--rerun-mode",
+            lambda rerun_mode: rerun_mode == "report_stats",
+            "--rerun-mode {rerun_mode} cannot be used: Megatron 0.19 knows no such mode when it "
+            "starts",
+            "its parser and its engine call the mode by two names",
+        ),
+        _needs_te("--moe-latent-size", "Megatron has these layers of Transformer Engine alone"),
+        _needs_te("--save-activations-interval", "Megatron looks for its layers"),
+        _needs_te("--save-dgrads-interval", "Megatron looks for its layers"),
         _off(
             "--freeze-all-layers",
             "Megatron 0.19 trains the layers of a configured model all the same",

@@ -76,7 +76,7 @@ REPLACEMENTS: Sequence[Replacement] = (
     Replacement(
         "--context-parallel-size",
         lambda args: args.context_parallel_size > 1,
-        {},  # once Megatron has counted batches by it: `drop_context_parallelism`
+        {},  # once Megatron has counted batches by it: `replace_validated`
         "{context_parallel_size} is replaced: a long sample is shared by as many data-parallel "
         "ranks as it needs, a short one by none",
     ),
@@ -104,7 +104,12 @@ REPLACEMENTS: Sequence[Replacement] = (
     ),
     _off("--tp-comm-overlap", _BUFFERS),
     _off("--defer-embedding-wgrad-compute", _BUFFERS),
-    _off("--overlap-moe-expert-parallel-comm", _APART),
+    Replacement(
+        "--overlap-moe-expert-parallel-comm",
+        lambda args: args.overlap_moe_expert_parallel_comm,
+        {},  # once Megatron has looked at the environment: `replace_validated`
+        f"is switched off: {_APART}",
+    ),
     _off("--delay-wgrad-compute", _APART),
     _off("--ep-overlap-early-attn-memory-release", _APART),
 )
@@ -124,10 +129,12 @@ def apply_replacements(args: argparse.Namespace) -> list[str]:
     return [line for line in lines if line is not None]
 
 
-def drop_context_parallelism(args: argparse.Namespace) -> None:
-    """Takes context-parallel groups apart: their ranks become ranks of the domain.
+def replace_validated(args: argparse.Namespace) -> None:
+    """Sets what Megatron was to see while it validated its arguments, and is not to see in the run.
 
-    Called when Megatron has validated its arguments. It counts batches by these groups, and goes on
-    to: `data_parallel_size` stays as it is.
+    It counts batches by context-parallel groups, and goes on to: `data_parallel_size` stays as it
+    is, while their ranks become ranks of the domain. Where communication of experts overlaps, it
+    asks for other settings of the environment.
     """
     args.context_parallel_size = 1
+    args.overlap_moe_expert_parallel_comm = False

@@ -87,6 +87,8 @@ EXAMPLES = (
             "--moe-grouped-gemm",
             "--moe-permute-fusion",
             "--moe-router-fusion",
+            "--log-straggler",
+            "--use-persistent-ckpt-worker",
         )
     ),
     Example(
@@ -435,6 +437,18 @@ EXAMPLES = (
         "domain to shard weights over",
     ),
     Example(
+        "--rerun-mode report_stats",
+        "--rerun-mode report_stats cannot be used: Megatron 0.19 knows no such mode when it starts",
+    ),
+    *(
+        Example(flags, f"{flags.split()[0]} needs Transformer Engine, which is not installed")
+        for flags in (
+            "--moe-latent-size 16 --num-experts 4",
+            "--save-activations-interval 1",
+            "--save-dgrads-interval 1",
+        )
+    ),
+    Example(
         "--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4"
     ),
     Example(
@@ -471,6 +485,10 @@ EXAMPLES = (
             (
                 "--batch-invariant-mode",
                 "it is a property of the kernels that Megatron's own core attention calls",
+            ),
+            (
+                "--config-logger-dir configs",
+                "Megatron 0.19 fails when it writes the process groups of a model",
             ),
             ("--moe-use-upcycling", "convert the checkpoint first, with Megatron's own script"),
             (

@@ -67,6 +67,7 @@ def test_what_is_replaced_is_said_once(
     assert documents.startswith("documents: ")
     assert len(replaced) == 1 + ("max-seqlen" in flags) and idle.startswith("without effect: ")
     assert args.calculate_per_token_loss and args.context_parallel_size == 1
+    assert not args.overlap_moe_expert_parallel_comm
     assert not args.hybrid_context_parallel and args.dataloader_type == "external"
     assert args.cp_comm_type == ["p2p"] and not args.apply_rope_fusion
     assert job.config.token_budget == (256 if "max-seqlen" in flags else None)
