@@ -12,6 +12,7 @@ from megatron_nsp.cost.profile import Profile, load_profile
 from megatron_nsp.mcore import validate
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.layers import set_hybrid_layers
+from megatron_nsp.mcore.moe.dispatcher import replace_dispatcher
 from megatron_nsp.mcore.policy import check_policy
 from megatron_nsp.mcore.refusals import check_arguments, check_kernel
 from megatron_nsp.mcore.sizes import heads_per_rank, longest_sample, set_batch_sizes
@@ -157,7 +158,7 @@ class Job:
     def from_args(cls, args: argparse.Namespace, config: NSPConfig) -> "Job":
         """Checks everything and opens the data.
 
-        Sets the arguments that others decide: layers of a hybrid model, batch sizes.
+        Sets the arguments that others decide: layers of a hybrid model, batch sizes, a dispatcher.
 
         Raises:
             ValueError: a flag cannot be used; one line that names it.
@@ -166,6 +167,9 @@ class Job:
         if not config.cpu:
             use_own_gpu(args)
         set_hybrid_layers(args)
+        notices = replace_dispatcher(args)
+        if notices and os.environ.get("RANK", "0") == "0":
+            print(*(f"nsp: {notice}" for notice in notices), sep="\n", flush=True)
         check_arguments(args)
         set_batch_sizes(args)
         profile = open_profile(config)

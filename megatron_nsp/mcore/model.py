@@ -37,7 +37,9 @@ def model_config(args: argparse.Namespace) -> Any:
 
 def hybrid_stack() -> Any:
     """Megatron's stack of a hybrid model, copied down to what is exchanged in it."""
-    stack, layers = hybrid_stack_spec.submodules, {}
+    stack = hybrid_stack_spec.submodules
+    experts = stack.moe_layer
+    layers = {"moe_layer": replace(experts, submodules=replace(experts.submodules))}
     for name in ("attention_layer", "mla_layer"):
         layer = getattr(stack, name)
         attention = layer.submodules.self_attention

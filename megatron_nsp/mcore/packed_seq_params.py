@@ -1,8 +1,8 @@
 """What Megatron carries through the layers of one micro-batch.
 
-Megatron hands `packed_seq_params` unchanged to the rotary embedding and to core attention, in the
-first forward of a layer and in the one that recomputes it. Our subclass travels there, so that no
-module holds state.
+Megatron hands `packed_seq_params` unchanged to the rotary embedding, to every layer and to core
+attention, in the first forward of a layer and in the one that recomputes it. Our subclass travels
+there, so that no module holds state.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_nsp.mcore.moe.rows import RoutedRows
 from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch
 
 
@@ -24,15 +25,21 @@ class NestedSeqParams(PackedSeqParams):
         nested: the micro-batch.
         runtime: groups, kernel and queue.
         positions: `[T]` int64 place of each token in its own sample.
+        rows: what routers know of the rows; None in a model without experts.
     """
 
     nested: NestedBatch | None = None
     runtime: AttentionRuntime | None = None
     positions: torch.Tensor | None = None
+    rows: RoutedRows | None = None
 
     @classmethod
     def of(
-        cls, nested: NestedBatch, runtime: AttentionRuntime, positions: torch.Tensor
+        cls,
+        nested: NestedBatch,
+        runtime: AttentionRuntime,
+        positions: torch.Tensor,
+        rows: RoutedRows | None = None,
     ) -> "NestedSeqParams":
         """The parameters of a forward pass of one micro-batch.
 
@@ -48,4 +55,5 @@ class NestedSeqParams(PackedSeqParams):
             nested=nested,
             runtime=runtime,
             positions=positions,
+            rows=rows,
         )

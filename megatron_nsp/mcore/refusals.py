@@ -125,13 +125,9 @@ def _wrong_length(per_layer: Any, num_layers: int) -> int | None:
 
 
 def _local_balancing(balancing: str | Sequence[str]) -> str | None:
-    """The first way of balancing experts that looks at the tokens of one rank."""
+    """The way of balancing experts that looks at the tokens of one rank, if it is given."""
     given = [balancing] if isinstance(balancing, str) else balancing
-    return next((name for name in given if name in ("sinkhorn", "quantile_balancing")), None)
-
-
-def _has_coefficient(coefficients: float | Sequence[float]) -> bool:
-    return any(coefficients if isinstance(coefficients, list | tuple) else [coefficients])
+    return "quantile_balancing" if "quantile_balancing" in given else None
 
 
 def _wrong_stages(pattern: str | None, stages: int) -> int | None:
@@ -160,17 +156,6 @@ def _splits_latent_keys(
 ) -> bool:
     is_whole = sequence_parallel and transformer_impl == "transformer_engine"
     return multi_latent_attention and tensor_model_parallel_size > 1 and not is_whole
-
-
-def _hides_fillers(
-    num_experts: int | None,
-    sequence_parallel: bool,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-) -> bool:
-    # On one tensor-parallel rank Megatron turns sequence parallelism off.
-    is_split = sequence_parallel and tensor_model_parallel_size > 1
-    return bool(num_experts) and is_split and pipeline_model_parallel_size > 1
 
 
 _SIZES = (
@@ -529,15 +514,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "every N-th layer has experts, or those with a 1",
         ),
         Refusal(
-            "--moe-aux-loss-coeff",
-            lambda num_experts, moe_aux_loss_coeff: (
-                num_experts and _has_coefficient(moe_aux_loss_coeff)
-            ),
-            "--moe-aux-loss-coeff must be 0, got {moe_aux_loss_coeff}: the auxiliary loss would "
-            "depend on which rank a token is on",
-            "Megatron counts the tokens of each expert on one rank",
-        ),
-        Refusal(
             "--moe-router-load-balancing-type",
             lambda num_experts, moe_router_load_balancing_type: (
                 num_experts and _local_balancing(moe_router_load_balancing_type)
@@ -556,15 +532,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "every rank has a random stream of its own",
         ),
         Refusal(
-            "--moe-router-enable-expert-bias",
-            lambda num_experts, moe_router_enable_expert_bias: (
-                num_experts and moe_router_enable_expert_bias
-            ),
-            "--moe-router-enable-expert-bias cannot be used: Megatron 0.19 counts tokens wrongly "
-            "where filler tokens are masked from the router",
-            "it combines a map of tokens and experts with a mask of tokens alone",
-        ),
-        Refusal(
             "--moe-expert-capacity-factor",
             lambda num_experts, moe_expert_capacity_factor: (
                 num_experts and moe_expert_capacity_factor is not None
@@ -574,6 +541,50 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "which tokens are dropped would depend on the plan",
         ),
         Refusal(
+            "--moe-expert-rank-capacity-factor",
+            lambda num_experts, moe_expert_rank_capacity_factor: (
+                num_experts and moe_expert_rank_capacity_factor is not None
+            ),
+            "--moe-expert-rank-capacity-factor must not be set, got "
+            "{moe_expert_rank_capacity_factor}: what it drops, or fails at, depends on which rank "
+            "a token is on",
+            "ranks hold different numbers of tokens",
+        ),
+        Refusal(
+            "--moe-token-dispatcher-type",
+            lambda num_experts, nsp_cpu, moe_token_dispatcher_type: (
+                num_experts and nsp_cpu and moe_token_dispatcher_type == "flex"
+            ),
+            "--moe-token-dispatcher-type flex cannot be used with --nsp-cpu: its kernels are for "
+            "GPUs",
+            "CPU ranks run none of the kernels for GPUs",
+        ),
+        Refusal(
+            "--moe-flex-dispatcher-backend",
+            lambda num_experts, moe_flex_dispatcher_backend: (
+                num_experts and moe_flex_dispatcher_backend == "ncclep"
+            ),
+            "--moe-flex-dispatcher-backend must be deepep or hybridep, got ncclep, whose buffers "
+            "have the size of a rank's first micro-batch",
+            "micro-batches differ in size, and so do ranks",
+        ),
+        _only(
+            "--overlap-moe-expert-parallel-comm",
+            "overlap_moe_expert_parallel_comm",
+            "--overlap-moe-expert-parallel-comm is not supported: it runs two micro-batches "
+            "through one another, and would cross the exchanges of their attention",
+            "ranks must issue what they share in one order",
+            False,
+        ),
+        _only(
+            "--delay-wgrad-compute",
+            "delay_wgrad_compute",
+            "--delay-wgrad-compute is not supported: it is a part of "
+            "--overlap-moe-expert-parallel-comm",
+            "it fills the gaps of two micro-batches that run through one another",
+            False,
+        ),
+        Refusal(
             "--num-experts",
             lambda num_experts, tensor_model_parallel_size, sequence_parallel: (
                 num_experts and tensor_model_parallel_size > 1 and not sequence_parallel
@@ -581,23 +592,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--tensor-model-parallel-size {tensor_model_parallel_size} with experts needs "
             "--sequence-parallel: Megatron 0.19 trains no experts without it",
             "Megatron refuses it in the first step",
-        ),
-        Refusal(
-            "--num-experts",
-            _hides_fillers,
-            "--sequence-parallel with experts and --pipeline-model-parallel-size "
-            "{pipeline_model_parallel_size} is not supported yet: later stages would see filler "
-            "tokens as real ones",
-            "Megatron scatters the mask of filler tokens on the first stage alone",
-        ),
-        Refusal(
-            "--moe-token-dispatcher-type",
-            lambda num_experts, moe_token_dispatcher_type: (
-                num_experts and moe_token_dispatcher_type == "allgather"
-            ),
-            "--moe-token-dispatcher-type must be alltoall or flex, got allgather, which needs the "
-            "same number of tokens on every rank",
-            "ranks hold different numbers of tokens",
         ),
     ],
     "Precision, graphs and checkpoints": [

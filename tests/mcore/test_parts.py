@@ -60,9 +60,7 @@ def test_megatron_is_shown_the_loss_of_a_rank(
     trainer.runtime = SimpleNamespace()  # type: ignore[assignment]
     rows = {"tokens": None, "labels": None, "loss_mask": torch.ones(1, 1)}
     nested = NestedBatch.build(Plan.from_nodes(SPTree(1, (1,)), [1], [Node(0, 0)]), 0)
-    batch = SimpleNamespace(
-        **rows, nested=nested, positions=torch.zeros(1), padding_mask=None, step_has_targets=True
-    )
+    batch = SimpleNamespace(**rows, nested=nested, positions=torch.zeros(1), step_has_targets=True)
     losses, reduce = trainer.forward_step(
         iter([batch]), lambda *_, **__: torch.full((1, 1), loss, requires_grad=True)
     )
