@@ -130,6 +130,19 @@ def _local_balancing(balancing: str | Sequence[str]) -> str | None:
     return "quantile_balancing" if "quantile_balancing" in given else None
 
 
+def _beside_sinkhorn(
+    balancing: str | Sequence[str], coefficients: float | Sequence[float]
+) -> str | None:
+    """What is given beside Sinkhorn routing, if anything."""
+    given = [balancing] if isinstance(balancing, str) else list(balancing)
+    values = coefficients if isinstance(coefficients, list | tuple) else [coefficients]
+    if "sinkhorn" not in given:
+        return None
+    if len(given) > 1:
+        return " ".join(given)
+    return f"--moe-aux-loss-coeff {values[0]}" if any(values) else None
+
+
 def _wrong_stages(pattern: str | None, stages: int) -> int | None:
     """The stages that a hybrid pattern marks, if they are not the job's."""
     marked = (pattern or "").count("|") + 1
@@ -521,6 +534,14 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--moe-router-load-balancing-type {found} cannot be used: it would route by the tokens "
             "of one rank",
             "where a token goes would depend on the plan",
+        ),
+        Refusal(
+            "--moe-router-load-balancing-type",
+            lambda num_experts, moe_router_load_balancing_type, moe_aux_loss_coeff: (
+                num_experts and _beside_sinkhorn(moe_router_load_balancing_type, moe_aux_loss_coeff)
+            ),
+            "--moe-router-load-balancing-type sinkhorn stands alone, got {found}",
+            "Megatron fails in the first step, or leaves it out without a word",
         ),
         Refusal(
             "--moe-input-jitter-eps",

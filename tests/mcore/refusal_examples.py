@@ -129,6 +129,14 @@ EXAMPLES = (
         "the tokens of one rank",
     ),
     Example(
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "--moe-router-load-balancing-type sinkhorn stands alone, got --moe-aux-loss-coeff 0.1",
+    ),
+    Example(
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn aux_loss",
+        "--moe-router-load-balancing-type sinkhorn stands alone, got sinkhorn aux_loss",
+    ),
+    Example(
         "--num-experts 4 --moe-input-jitter-eps 0.1",
         "--moe-input-jitter-eps 0.1 cannot be used: the noise would depend on which rank a token "
         "is on",
