@@ -11,6 +11,7 @@ from megatron.training.models.gpt import default_layer_spec
 from megatron_nsp.cost.models import Model
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore.layers import LayerCounts, layer_windows, recomputed_layers
+from megatron_nsp.mcore.moe.figures import add_up_over_domain
 from megatron_nsp.mcore.rope import use_positions
 from megatron_nsp.mcore.spec import exchange_core_attention, nested_spec, output_stays
 from megatron_nsp.plan.saving import SavedSizes
@@ -31,7 +32,7 @@ def model_config(args: argparse.Namespace) -> Any:
         config.hybrid_stack_spec = exchange_core_attention(spec or hybrid_stack())
     else:
         config.transformer_layer_spec = nested_spec(spec or default_layer_spec)
-    config.pre_wrap_hooks.append(use_positions)
+    config.pre_wrap_hooks += [use_positions, add_up_over_domain]
     return config
 
 

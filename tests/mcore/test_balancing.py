@@ -40,6 +40,9 @@ LOSSES = {
     + " --moe-z-loss-coeff 0.05",
     "sinkhorn": BALANCED.format("sinkhorn", 0),
 }
+FREQUENCY = {"global": ["--moe-layer-freq", "[1,0]"]}
+"""A model without experts in its last layer."""
+
 BIASED = (  # noqa: SIM905 - reads as the command line it is
     "--num-experts 8 --moe-router-score-function sigmoid --moe-router-num-groups 4 "
     "--moe-router-group-topk 2 --moe-router-dtype fp64 --moe-router-topk-scaling-factor 2.5 "
@@ -101,6 +104,11 @@ def start(folder: Path, *model: str) -> list[str]:
     return [*flags, *shared_checkpoint(path, folder / "docs", *flags)]
 
 
+def balanced(folder: Path, name: str) -> list[str]:
+    """The flags of a model with these losses."""
+    return [*start(folder, *FREQUENCY.get(name, ())), *LOSSES[name].split()]
+
+
 def run(folder: Path, name: str, domain: int, steps: int, *args: str, ranks: int = 0) -> Run:
     """A run with the recorded plans of a domain of so many ranks."""
     flags = ["--data-path", str(folder / "docs"), "--train-iters", str(steps)]
@@ -160,52 +168,51 @@ Oracles = dict[str, Run]
 @pytest.fixture(scope="module")
 def oracles(folder: Path) -> Oracles:
     """Megatron's own training on one rank, with each loss."""
+    oracle = "--probe-megatron-routing"
     return {
-        name: run(
-            folder,
-            f"{name}-1",
-            1,
-            STEPS,
-            *start(folder),
-            *flags.split(),
-            "--probe-megatron-routing",
-        )
-        for name, flags in LOSSES.items()
+        name: run(folder, f"{name}-1", 1, STEPS, *balanced(folder, name), oracle) for name in LOSSES
     }
 
 
 @pytest.mark.parametrize(
-    ("name", "experts"), [("aux", 2), ("seq", 1), ("global", 2), ("all", 4), ("sinkhorn", 2)]
+    ("name", "domain", "split"),
+    [
+        ("aux", 4, "--expert-model-parallel-size 2"),
+        ("seq", 4, "--expert-model-parallel-size 1"),
+        ("global", 2, "--pipeline-model-parallel-size 2"),
+        ("all", 4, "--expert-model-parallel-size 4"),
+        ("sinkhorn", 4, "--expert-model-parallel-size 2"),
+    ],
 )
-def test_losses_alone_and_together(folder: Path, oracles: Oracles, name: str, experts: int) -> None:
-    split = ["--expert-model-parallel-size", str(experts)]
-    four = run(folder, f"{name}-4", 4, STEPS, *start(folder), *LOSSES[name].split(), *split)
+def test_losses_alone_and_together(
+    folder: Path, oracles: Oracles, name: str, domain: int, split: str
+) -> None:
+    flags = [*balanced(folder, name), *split.split()]
+    four = run(folder, f"{name}-4", domain, STEPS, *flags, ranks=4)
     assert_same(oracles[name], four, STEPS, 1e-9, 1e-12)
     if name != "sinkhorn":
         assert_same_figures(oracles[name], four, STEPS)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-        "--recompute-granularity selective --recompute-modules moe core_attn",
-    ],
-)
-def test_what_is_recomputed_counts_once(folder: Path, oracles: Oracles, how: str) -> None:
-    words = [*LOSSES["all"].split(), *how.split(), "--expert-model-parallel-size", "2"]
-    four = run(folder, how.split()[-1] + how.split()[1], 4, STEPS, *start(folder), *words)
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_what_is_recomputed_counts_once(folder: Path, oracles: Oracles, method: str) -> None:
+    how = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers 1"
+    flags = [*balanced(folder, "all"), *how.split(), "--expert-model-parallel-size", "2"]
+    four = run(folder, method, 4, STEPS, *flags)
     assert_same(oracles["all"], four, STEPS, 1e-9, 1e-12)
     assert_same_figures(oracles["all"], four, STEPS)
 
 
 def test_stages_and_split_rows(folder: Path, oracles: Oracles) -> None:
-    """Two tensor-parallel ranks with a part of the rows each, on every one of two stages."""
+    """Two tensor-parallel ranks with a part of the rows each, on every one of two stages.
+
+    The first stage has both micro-batches in flight when it runs the experts of one of them again.
+    """
     words = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     words += " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
-    words += f" --spec tests.mcore.split_norms layer_spec {LOSSES['all']}"
-    eight = run(folder, "split", 2, STEPS, *start(folder), *words.split(), ranks=8)
+    words += " --recompute-granularity selective --recompute-modules moe"
+    words += " --spec tests.mcore.split_norms layer_spec"
+    eight = run(folder, "split", 2, STEPS, *balanced(folder, "all"), *words.split(), ranks=8)
     assert_same(oracles["all"], eight, STEPS, 1e-9, 1e-9)
     assert_same_figures(oracles["all"], eight, STEPS)
 

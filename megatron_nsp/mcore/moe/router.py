@@ -25,6 +25,7 @@ from megatron_nsp.mcore.moe.balancing import (
     document_shares,
     micro_batch_shares,
 )
+from megatron_nsp.mcore.moe.figures import figure_of, num_layers
 from megatron_nsp.mcore.moe.rows import RoutedRows
 from megatron_nsp.mcore.moe.sinkhorn import sinkhorn
 
@@ -51,7 +52,9 @@ class NestedRouter(TopKRouter):
         if adds_losses:
             logits = self._with_z_loss(logits, rows)
         if self.routing_type == "sinkhorn":
-            return self._by_sinkhorn(logits.view(-1, self.config.num_moe_experts), rows)
+            probs, routing_map = self._by_sinkhorn(logits.view(-1, self.num_experts), rows)
+            self._apply_expert_bias(routing_map, rows.is_filler.view(-1))
+            return probs, routing_map
         probs, routing_map = super().routing(logits, rows.is_filler)
         if adds_losses and any(self._coefficients.values()):
             probs = self._with_balancing(probs, logits, rows)
@@ -122,13 +125,13 @@ class NestedRouter(TopKRouter):
 
     def _with_balancing(self, probs: Tensor, logits: Tensor, rows: RoutedRows) -> Tensor:
         chosen_TE, scores_TE = compute_routing_scores_for_aux_loss(
-            logits.view(-1, self.config.num_moe_experts),
+            logits.view(-1, self.num_experts),
             self.topk,
             self.score_function,
             fused=self.config.moe_router_fusion,
             padding_mask=rows.is_filler.view(-1),
         )
-        by_document = self._coefficients["seq_aux_loss"] > 0
+        by_document = self._coefficients["seq_aux_loss"] != 0
         documents = rows.documents if by_document else None
         counts = CountsUnderWay(chosen_TE, documents, self.tp_dp_cp_group, self.tp_group)
         losses = [self._balancing_loss(name, rows) for name, c in self._coefficients.items() if c]
@@ -140,7 +143,7 @@ class NestedRouter(TopKRouter):
         return BalancingLoss(
             self._coefficients[name] * self._passes_share,
             lambda counts: shares(counts, rows, self.topk),
-            partial(self._log, name.replace("aux_loss", "load_balancing_loss")),
+            partial(self._log, figure_of(name)),
         )
 
     @property
@@ -157,7 +160,7 @@ class NestedRouter(TopKRouter):
             name,
             loss * self._passes_share,
             self.layer_number + (config.num_layers if self.is_mtp_layer else 0),
-            config.num_layers + (config.mtp_num_layers or 0),
+            num_layers(config),
             reduce_group=self.tp_dp_cp_group,
             needs_dp_avg=False,
         )
