@@ -44,7 +44,7 @@ class BatchSizes:
         valid_samples: samples of an evaluation step.
         valid_micro_batches: its micro-batches.
         sample_tokens: tokens that a sample stands for.
-        batch_tokens: tokens of every step, where they are given in place of samples.
+        whence: what a step's tokens come from, if not from its samples.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class BatchSizes:
         valid_samples: int,
         valid_micro_batches: int,
         sample_tokens: float,
-        batch_tokens: int | None,
+        whence: str | None = None,
     ) -> None:
         """Counts no step yet."""
         self._calculator, self._counted = calculator, list[_Counted]()
-        self._sample_tokens, self._batch_tokens = sample_tokens, batch_tokens
+        self._sample_tokens, self._whence = sample_tokens, whence
         self._valid = self._size(valid_samples, valid_micro_batches)
 
     @classmethod
@@ -75,6 +75,7 @@ class BatchSizes:
         global_size = args.global_batch_size or size * ranks
         if args.step_batch_size_schedule is not None:
             calculator: NumMicroBatchesCalculator = _scheduled(args, size, ranks)
+            largest = max(samples for _, samples in calculator.schedule)
         else:
             decreases = args.decrease_batch_size_if_needed and global_size >= size * ranks
             if not decreases:
@@ -82,18 +83,17 @@ class BatchSizes:
             calculator = ConstantNumMicroBatchesCalculator(
                 global_size, size, ranks, decreases, _SILENT_RANK
             )
+            largest = calculator.get_current_running_global_batch_size()
         valid_size = args.eval_micro_batch_size or size
         valid_global = args.eval_global_batch_size or global_size
         check_batch("--eval-global-batch-size", valid_global, valid_size, ranks)
+        valid = valid_global, valid_global // (valid_size * ranks)
+        if args.nsp_batch_tokens is not None:  # the largest step of a schedule holds so many
+            sample_tokens = args.nsp_batch_tokens / largest
+            return cls(calculator, *valid, sample_tokens, "--nsp-batch-tokens")
         # Hybrid context parallelism counts documents, everything else buffers of --seq-length.
-        tokens = float(lengths.mean() if args.hybrid_context_parallel else sequence_tokens(args))
-        return cls(
-            calculator,
-            valid_global,
-            valid_global // (valid_size * ranks),
-            tokens,
-            args.nsp_batch_tokens,
-        )
+        tokens = lengths.mean() if args.hybrid_context_parallel else sequence_tokens(args)
+        return cls(calculator, *valid, float(tokens))
 
     def train(self, step: int) -> StepSize:
         """The size of a training step, counted from 0."""
@@ -110,15 +110,13 @@ class BatchSizes:
         return self._valid
 
     def _size(self, samples: int, num_micro_batches: int) -> StepSize:
-        tokens = self._batch_tokens or max(1, round(samples * self._sample_tokens))
-        return StepSize(tokens, num_micro_batches)
+        return StepSize(max(1, round(samples * self._sample_tokens)), num_micro_batches)
 
     def __str__(self) -> str:
         """What the first step holds, and by which flag."""
         first = self.train(0)
-        whence = "--nsp-batch-tokens"
-        if self._batch_tokens is None:
-            whence = f"{self._counted[0].samples} samples of {self._sample_tokens:.10g} tokens"
+        counted = f"{self._counted[0].samples} samples of {self._sample_tokens:.10g} tokens"
+        whence = self._whence or counted
         return f"{first.num_micro_batches} micro-batches a step of {first.tokens} tokens ({whence})"
 
 

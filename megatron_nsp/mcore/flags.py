@@ -110,9 +110,10 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             """,
             "Mamba layers are refused in --hybrid-layer-pattern",
         ),
+        _replaced("--hybrid-override-pattern", "--hybrid-layer-pattern is its newer name"),
         _refused(
-            "--hybrid-override-pattern --encoder-num-layers --decoder-num-layers",
-            "there is one stack of layers, and one name for it",
+            "--encoder-num-layers --decoder-num-layers",
+            "there is one stack of layers",
         ),
         _refused("--freeze-all-layers", "Megatron's model builder does not look at it"),
     ],

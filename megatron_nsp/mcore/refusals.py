@@ -364,15 +364,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
     ],
     "Batches and data": [
         Refusal(
-            "--nsp-batch-tokens",
-            lambda nsp_batch_tokens, step_batch_size_schedule: (
-                nsp_batch_tokens is not None and step_batch_size_schedule is not None
-            ),
-            "--nsp-batch-tokens {nsp_batch_tokens} cannot be used with --step-batch-size-schedule "
-            "{step_batch_size_schedule}, which sets the size of every step",
-            "one thing decides how large a step is",
-        ),
-        Refusal(
             "--data-path",
             _no_source,
             "--data-path is required: the prefix of a .bin and .idx file; or --mock-data",
@@ -536,12 +527,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         ),
     ],
     "Layers": [
-        Refusal(
-            "--hybrid-override-pattern",
-            lambda hybrid_override_pattern: hybrid_override_pattern is not None,
-            "--hybrid-override-pattern is deprecated: give --hybrid-layer-pattern",
-            "one name for one thing",
-        ),
         Refusal(
             "--hybrid-layer-pattern",
             lambda hybrid_layer_pattern: "".join(

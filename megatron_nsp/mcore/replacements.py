@@ -106,6 +106,15 @@ REPLACEMENTS: Sequence[Replacement] = (
         "runs with --no-rope-fusion: the fused kernel rotates by row and not by position",
     ),
     Replacement(
+        "--hybrid-override-pattern",
+        lambda args: args.hybrid_override_pattern is not None,
+        {
+            "hybrid_layer_pattern": lambda args: args.hybrid_override_pattern,
+            "hybrid_override_pattern": None,
+        },
+        "is replaced by --hybrid-layer-pattern {hybrid_override_pattern}, its newer name",
+    ),
+    Replacement(
         "--moe-token-dispatcher-type",
         lambda args: args.num_experts and args.moe_token_dispatcher_type == "allgather",
         {"moe_token_dispatcher_type": "alltoall"},

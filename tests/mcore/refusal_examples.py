@@ -150,11 +150,6 @@ EXAMPLES = (
         "--moe-flex-dispatcher-backend must be deepep or hybridep, got ncclep, whose buffers have "
         "the size of a rank's first micro-batch",
     ),
-    Example(
-        "--nsp-batch-tokens 64 --step-batch-size-schedule 0:6",
-        "--nsp-batch-tokens 64 cannot be used with --step-batch-size-schedule 0:6, which sets the "
-        "size of every step",
-    ),
     Example("--attention-dropout 0.1", "--attention-dropout must be 0, got 0.1"),
     Example(
         "--tensor-model-parallel-size 4",
@@ -217,10 +212,6 @@ EXAMPLES = (
     Example(
         "--hybrid-layer-pattern *-|*-",
         "--hybrid-layer-pattern *-|*- marks 2 stages, --pipeline-model-parallel-size is 1",
-    ),
-    Example(
-        "--hybrid-override-pattern *-",
-        "--hybrid-override-pattern is deprecated: give --hybrid-layer-pattern",
     ),
     Example(
         "--hybrid-layer-pattern *-",

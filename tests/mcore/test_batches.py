@@ -86,6 +86,11 @@ def test_the_schedule_is_megatrons_at_every_step() -> None:
     assert scheduled.train(4) == found[4]  # asked again
 
 
+def test_the_largest_step_of_a_schedule_holds_the_tokens_that_are_given() -> None:
+    given = sizes(step_batch_size_schedule="0:8 800:40", nsp_batch_tokens=1000)
+    assert [given.train(step) for step in range(2)] == [StepSize(200, 1), StepSize(1000, 5)]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -33,6 +33,9 @@ EXAMPLES = {
         "--moe-hybridep-pad-uneven-dispatch-inputs is switched on: ranks hold different numbers of "
         "tokens"
     ),
+    "--spec tests.mcore.local_stack SPEC --hybrid-override-pattern *-": (
+        "--hybrid-override-pattern is replaced by --hybrid-layer-pattern *-, its newer name"
+    ),
     "--multi-latent-attention": "--multi-latent-attention runs with --no-rope-fusion: the fused "
     "kernel rotates by row and not by position",
     "--ddp-average-in-collective": "--ddp-average-in-collective is switched off: gradients are "
