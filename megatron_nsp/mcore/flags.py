@@ -339,7 +339,7 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             "--ddp-average-in-collective",
             "switched off: a sum over tokens is divided by tokens, not by ranks",
         ),
-        _refused("--use-torch-fsdp2", "it divides gradients by ranks, then by all tokens"),
+        _refused("--use-torch-fsdp2", "its gradients are never divided by tokens"),
         _idle("--torch-fsdp2-no-reshard-after-forward", "belongs to --use-torch-fsdp2"),
         _idle(
             "--create-all-gather-group --no-use-layer-wise-param-layout",

@@ -730,8 +730,8 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
     "Precision, graphs and checkpoints": [
         _off(
             "--use-torch-fsdp2",
-            "it divides gradients by ranks and then by all tokens; --use-megatron-fsdp does not",
-            "torch averages gradients where Megatron divides their sum by tokens",
+            "Megatron 0.19 never divides its gradients by tokens; --use-megatron-fsdp does",
+            "torch averages them over ranks, and what scales them by tokens does nothing there",
         ),
         _only(
             "--fp8-format",

@@ -449,8 +449,7 @@ EXAMPLES = (
             ("--lazy-mpu-init", "Megatron 0.19 trains without groups then, and fails"),
             (
                 "--use-torch-fsdp2",
-                "it divides gradients by ranks and then by all tokens; --use-megatron-fsdp does "
-                "not",
+                "Megatron 0.19 never divides its gradients by tokens; --use-megatron-fsdp does",
             ),
             ("--use-kitchen-attention", "--nsp-kernel runs attention"),
             (
