@@ -101,7 +101,8 @@ def activation_bytes(model: Model, plan: MemoryPlan) -> float:
     """Bytes of activations on one rank for each token it holds in a micro-batch.
 
     `none` holds every layer whole; `selective` recomputes core attention; `full` holds each layer's
-    input, and one layer whole while it is recomputed. Logits are there once, at the end.
+    input, and one layer whole while it is recomputed. Logits are there at the end,
+    once for each pass through the output layer.
     """
     tp, stages = plan.tensor_parallel, plan.pipeline_parallel
     layers = model.num_layers // stages
@@ -112,7 +113,7 @@ def activation_bytes(model: Model, plan: MemoryPlan) -> float:
         "full": layers * 2.0 * model.hidden + whole,
     }[plan.recompute]
     # A first stage holds one micro-batch for each stage that is still under way.
-    logits = _LOGIT_BYTES * model.vocab_size / tp
+    logits = _LOGIT_BYTES * model.num_outputs * model.vocab_size / tp
     return held * stages + logits
 
 

@@ -14,6 +14,7 @@ from megatron_nsp.mcore.batch_sizes import BatchSizes
 from megatron_nsp.mcore.job_documents import JobDocuments
 from megatron_nsp.mcore.layers import set_hybrid_layers
 from megatron_nsp.mcore.policy import check_policy
+from megatron_nsp.mcore.quantized import block_rows
 from megatron_nsp.mcore.refusals import check_arguments, check_kernel
 from megatron_nsp.mcore.replacements import apply_replacements
 from megatron_nsp.mcore.sizes import heads_per_rank, longest_sample
@@ -52,8 +53,14 @@ class JobSize:
             ValueError: a batch does not divide into micro-batches.
         """
         usable = lengths[(lengths > 0) & (lengths <= longest)]
-        row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        return cls(BatchSizes.from_args(args, usable), longest, row_multiple)
+        return cls(BatchSizes.from_args(args, usable), longest, row_multiple(args))
+
+
+def row_multiple(args: argparse.Namespace) -> int:
+    """The multiple of rows that buffers are filled to."""
+    rows = block_rows(args)
+    # With sequence parallelism each tensor-parallel rank holds an equal part of the rows.
+    return rows * args.tensor_model_parallel_size if args.sequence_parallel else rows
 
 
 def use_own_gpu(args: argparse.Namespace) -> None:

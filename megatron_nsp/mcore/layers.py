@@ -89,15 +89,26 @@ def _have_experts(args: argparse.Namespace) -> list[bool]:
     return [kind == 1 for kind in args.moe_layer_freq]
 
 
+def mtp_layers(args: argparse.Namespace) -> list[Layer]:
+    """The layers of multi-token prediction, one a depth: each like the model's last."""
+    depths = args.mtp_num_layers or 0
+    return layers_of(args)[-1:] * depths if depths else []
+
+
 def layers_of_stages(args: argparse.Namespace) -> list[list[Layer]]:
-    """The layers of each pipeline stage: equal shares where the arguments say nothing else."""
+    """The layers of each pipeline stage: equal shares where the arguments say nothing else.
+
+    Those of multi-token prediction are on the last one.
+    """
     pattern, layers = args.hybrid_layer_pattern, layers_of(args)
     if pattern is not None and "|" in pattern:
         sizes = [len(stage) for stage in pattern.split("|")]
     else:
         sizes = stage_sizes(args)
     starts = itertools.accumulate(sizes, initial=0)
-    return [layers[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    stages = [layers[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    stages[-1] += mtp_layers(args)
+    return stages
 
 
 def stage_sizes(args: argparse.Namespace) -> list[int]:
@@ -162,6 +173,8 @@ def layer_windows(args: argparse.Namespace) -> list[int]:
         for number, layer in enumerate(layers_of(args), 1)
         if layer.has_attention
     ]
+    for depth in range(args.mtp_num_layers or 0):  # counted from 1 again
+        windows.append(layer_window(args, 1 if args.mtp_use_repeated_layer else depth + 1))
     return [window for window in windows if window is not None]
 
 
@@ -170,13 +183,20 @@ def recomputed_layers(args: argparse.Namespace) -> int:
     # Megatron's validation turns the first into the second, and removes it.
     is_selective = getattr(args, "recompute_activations", False)
     granularity = "selective" if is_selective else args.recompute_granularity
-    largest_stage = max(stage_sizes(args))
+    largest_stage = _largest_stage(args)
     if granularity == "selective":
         modules = args.recompute_modules or ["core_attn"]
         return largest_stage if "core_attn" in modules else 0
     if granularity == "full" and args.recompute_method == "block":
-        return min(largest_stage, args.recompute_num_layers or 0)
+        # Of whole blocks Megatron recomputes no layer of multi-token prediction.
+        return min(max(stage_sizes(args)), args.recompute_num_layers or 0)
     return largest_stage if granularity == "full" else 0
+
+
+def _largest_stage(args: argparse.Namespace) -> int:
+    """Layers of the pipeline stage that has most, those of multi-token prediction with them."""
+    sizes = stage_sizes(args)
+    return max(*sizes, sizes[-1] + (args.mtp_num_layers or 0))
 
 
 def recomputed(args: argparse.Namespace) -> str:
@@ -188,4 +208,4 @@ def recomputed(args: argparse.Namespace) -> str:
 
 def recompute_share(args: argparse.Namespace) -> float:
     """Share of the layers of a pipeline stage that it runs again."""
-    return recomputed_layers(args) / max(stage_sizes(args))
+    return recomputed_layers(args) / _largest_stage(args)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_nsp.mcore.further_tokens import FurtherTokens
 from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch
 
 
@@ -24,15 +25,23 @@ class NestedSeqParams(PackedSeqParams):
         nested: the micro-batch.
         runtime: groups, kernel and queue.
         positions: `[T]` int64 place of each token in its own sample.
+        further: what each depth of multi-token prediction sees, depth 1 first.
+        depth: the depth that runs; 0 = the model itself.
     """
 
     nested: NestedBatch | None = None
     runtime: AttentionRuntime | None = None
     positions: torch.Tensor | None = None
+    further: tuple[FurtherTokens, ...] = ()
+    depth: int = 0
 
     @classmethod
     def of(
-        cls, nested: NestedBatch, runtime: AttentionRuntime, positions: torch.Tensor
+        cls,
+        nested: NestedBatch,
+        runtime: AttentionRuntime,
+        positions: torch.Tensor,
+        further: tuple[FurtherTokens, ...] = (),
     ) -> "NestedSeqParams":
         """The parameters of a forward pass of one micro-batch.
 
@@ -48,4 +57,5 @@ class NestedSeqParams(PackedSeqParams):
             nested=nested,
             runtime=runtime,
             positions=positions,
+            further=further,
         )

@@ -46,6 +46,7 @@ from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
+from megatron_nsp.mcore.quantized import FILLER_TOKEN, block_rows
 from megatron_nsp.mcore.readers import EndOfDocument, PlanReader, ReadRows, StaticReader
 from megatron_nsp.mcore.refusals import check_words
 from megatron_nsp.mcore.replacements import replace_validated
@@ -255,16 +256,19 @@ class Trainer:
             self.job.size.row_multiple,
             self.job.config.overlap,
             on_step,
+            FILLER_TOKEN if block_rows(self.args) > 1 else 0,
         )
         self._iterators.append(iterator)
         return iterator
 
     def _reader(self, documents: Documents) -> ReadRows:
         degree, end = self.job.config.static_degree, self._end_of_document()
+        num_further = self.args.mtp_num_layers or 0
         if degree is None:
-            return PlanReader(documents, end)
+            return PlanReader(documents, num_further, end)
         group = mpu.get_data_parallel_group()
-        return StaticReader(documents, degree, self.job.size.row_multiple, group, end)
+        row_multiple = self.job.size.row_multiple
+        return StaticReader(documents, degree, row_multiple, group, num_further, end)
 
     def _end_of_document(self) -> EndOfDocument | None:
         restarting = [
@@ -305,7 +309,7 @@ class Trainer:
         with self._straggler(bdata=True):
             batch = next(data_iterator)
         assert self.runtime is not None
-        params = NestedSeqParams.of(batch.nested, self.runtime, batch.positions)
+        params = NestedSeqParams.of(batch.nested, self.runtime, batch.positions, batch.further)
         extra = {"padding_mask": batch.padding_mask} if self.args.num_experts else {}
         with self._straggler:
             losses = model(

@@ -65,7 +65,7 @@ def idle_save_budget_gb(args: argparse.Namespace) -> float | None:
 
 _STAGES = (
     *("num_layers", "pipeline_model_parallel_size"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "mtp_num_layers"),
 )
 
 DERIVED: Mapping[str, Derived] = {

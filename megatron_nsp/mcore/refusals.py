@@ -226,6 +226,42 @@ def _hides_fillers(
     return bool(num_experts) and is_split and pipeline_model_parallel_size > 1
 
 
+def _quantized(flag: str, name: str) -> tuple[Refusal, ...]:
+    """What linear layers in few bits may not meet."""
+    reason = "ranks would reduce the maxima of different modules together"
+    return (
+        Refusal(
+            flag,
+            lambda given, backend: given and all(each.is_native for each in backends_of(backend)),
+            f"{flag} {{{name}}} cannot be used with --nsp-backend {{nsp_backend}}",
+            reason,
+            (name, "nsp_backend"),
+        ),
+        Refusal(
+            flag,
+            lambda given, kernel: given and kernel == "te-module",
+            f"{flag} {{{name}}} cannot be used with --nsp-kernel {{nsp_kernel}}",
+            reason,
+            (name, "nsp_kernel"),
+        ),
+        Refusal(
+            flag,
+            lambda given, implementation: given and implementation != "transformer_engine",
+            f"{flag} {{{name}}} needs --transformer-impl transformer_engine, got "
+            "{transformer_impl}",
+            "Megatron would train in 16 bits and not say so",
+            (name, "transformer_impl"),
+        ),
+        Refusal(
+            flag,
+            lambda given: given and not HAVE_TE,
+            f"{flag} {{{name}}} needs Transformer Engine, which is not installed",
+            "Megatron would train in 16 bits and not say so",
+            (name,),
+        ),
+    )
+
+
 _SIZES = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-attention-heads"),
     *("--num-query-groups", "--global-batch-size", "--seed", "--num-layers", "--hidden-size"),
@@ -552,11 +588,57 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "with a stack of other modules",
             "Megatron ships a stack of Transformer Engine's modules alone",
         ),
-        _only(
+        Refusal(
             "--mtp-num-layers",
-            "mtp_num_layers",
-            "--mtp-num-layers is not supported yet",
-            "it needs the tokens after a slice",
+            lambda mtp_num_layers: mtp_num_layers is not None and mtp_num_layers < 0,
+            "--mtp-num-layers must be at least 0, got {mtp_num_layers}",
+            "a number of depths",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, hybrid_layer_pattern: (
+                mtp_num_layers and hybrid_layer_pattern is not None
+            ),
+            "--mtp-num-layers {mtp_num_layers} cannot be used with --hybrid-layer-pattern "
+            "{hybrid_layer_pattern}",
+            "further tokens are predicted by GPT models alone",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda depths, path, text: depths and (path or text),
+            "--mtp-num-layers {mtp_num_layers} cannot be used with "
+            "--heterogeneous-layers-config-path or --heterogeneous-layers-config-encoded-json",
+            "Megatron would predict further tokens with a layer that is not among those",
+            (
+                *("mtp_num_layers", "heterogeneous_layers_config_path"),
+                "heterogeneous_layers_config_encoded_json",
+            ),
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, eod_mask_loss: mtp_num_layers and eod_mask_loss,
+            "--mtp-num-layers {mtp_num_layers} cannot be used with --eod-mask-loss",
+            "the targets of a depth are counted by the lengths of documents",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, position_embedding_type: (
+                mtp_num_layers and position_embedding_type not in ("rope", "none")
+            ),
+            "--mtp-num-layers {mtp_num_layers} needs --position-embedding-type rope or none, got "
+            "{position_embedding_type}",
+            "Megatron 0.19 takes no other",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, recompute_granularity, recompute_method, recompute_num_layers: (
+                mtp_num_layers
+                and (recompute_granularity, recompute_method) == ("full", "uniform")
+                and recompute_num_layers != 1
+            ),
+            "--mtp-num-layers {mtp_num_layers} with --recompute-method uniform needs "
+            "--recompute-num-layers 1, got {recompute_num_layers}",
+            "Megatron refuses it in the first step",
         ),
     ],
     "Experts": [
@@ -733,18 +815,8 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "Megatron 0.19 never divides its gradients by tokens; --use-megatron-fsdp does",
             "torch averages them over ranks, and what scales them by tokens does nothing there",
         ),
-        _only(
-            "--fp8-format",
-            "fp8",
-            "--fp8-format is not supported yet",
-            "rows of a slice are no multiple of a block",
-        ),
-        _only(
-            "--fp4-format",
-            "fp4",
-            "--fp4-format is not supported yet",
-            "rows of a slice are no multiple of a block",
-        ),
+        *_quantized("--fp8-format", "fp8"),
+        *_quantized("--fp4-format", "fp4"),
         _only(
             "--cuda-graph-impl",
             "cuda_graph_impl",

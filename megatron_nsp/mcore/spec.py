@@ -147,6 +147,9 @@ class NestedCoreAttention(MegatronModule):
         assert isinstance(packed_seq_params, NestedSeqParams), f"{type(packed_seq_params)=}"
         assert attention_mask is None and attention_bias is None
         assert packed_seq_params.nested is not None and packed_seq_params.runtime is not None
+        # Layers of multi-token prediction count from 1 again, and one may run at several depths.
+        depth = packed_seq_params.depth
+        number = self.config.num_layers + depth if depth else self.layer_number
         q_THD, k_TKD, v_TKV = (x.flatten(1, -2) if x.dim() == 4 else x for x in (query, key, value))
         out_THV = nested_attention(
             q_THD,
@@ -156,7 +159,7 @@ class NestedCoreAttention(MegatronModule):
             self.mask,
             packed_seq_params.runtime,
             self.softmax_offset,
-            Layer(self.layer_number, self.training, self.output_stays),
+            Layer(number, self.training, self.output_stays),
         )
         return out_THV.flatten(1).unsqueeze(1)
 

@@ -30,7 +30,8 @@ def global_name(name: str) -> str:
     """The parameter's name in a model of one rank: its layer, its expert, its tied weight."""
     args = training.get_args()
     layers = args.num_layers // mpu.get_pipeline_model_parallel_world_size()
-    name = _shifted(name, "layers", layers * mpu.get_pipeline_model_parallel_rank())
+    if "mtp.layers." not in name:  # those are counted apart, and all on the last stage
+        name = _shifted(name, "layers", layers * mpu.get_pipeline_model_parallel_rank())
     if args.num_experts:
         experts = args.num_experts // mpu.get_expert_model_parallel_world_size()
         first = experts * mpu.get_expert_model_parallel_rank()

@@ -31,6 +31,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--probe-tied-experts", action="store_true", help="experts 0 and 1 alike")
     parser.add_argument("--probe-rerun", action="store_true", help="every step runs twice")
     parser.add_argument("--probe-other-marks", metavar="RANK", type=int, help="a rank saves less")
+    parser.add_argument("--probe-blocks", type=int, help="rows of a block, as in FP8")
     parser.add_argument("--probe-delays", type=float, help="longest of random delays, in ms")
     return parser.parse_known_args(argv)
 
@@ -61,6 +62,7 @@ def main(argv: list[str]) -> None:
 
     watch.watch_optimizer()
     watch.watch_loss()
+    watch.watch_further_losses()
     watch.watch_tokens()
     watch.watch_groups()
     watch.watch_rotary()
@@ -70,6 +72,8 @@ def main(argv: list[str]) -> None:
         watch.watch_layer_inputs()
     if options.probe_one_expert:
         watch.route_to_one_expert()
+    if options.probe_blocks is not None:
+        watch.fill_blocks(options.probe_blocks)
     if options.probe_delays is not None:
         watch.delay_at_random(options.probe_delays)
     if options.probe_mask_before is not None:

@@ -261,11 +261,33 @@ EXAMPLES = (
         "--num-layers-per-virtual-pipeline-stage 1",
         "--num-layers-per-virtual-pipeline-stage is not supported yet, got 1",
     ),
-    Example("--mtp-num-layers 1", "--mtp-num-layers is not supported yet, got 1"),
+    Example("--mtp-num-layers -1", "--mtp-num-layers must be at least 0, got -1"),
+    Example(
+        "--mtp-num-layers 1 --hybrid-layer-pattern *- --spec tests.mcore.local_stack SPEC",
+        "--mtp-num-layers 1 cannot be used with --hybrid-layer-pattern *-",
+    ),
+    Example(
+        "--mtp-num-layers 1 --heterogeneous-layers-config-path x",
+        "--mtp-num-layers 1 cannot be used with --heterogeneous-layers-config-path or "
+        "--heterogeneous-layers-config-encoded-json",
+    ),
+    Example(
+        "--mtp-num-layers 1 --position-embedding-type learned_absolute",
+        "--mtp-num-layers 1 needs --position-embedding-type rope or none, got learned_absolute",
+    ),
+    Example(
+        "--mtp-num-layers 1 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2",
+        "--mtp-num-layers 1 with --recompute-method uniform needs --recompute-num-layers 1, got 2",
+    ),
     Example(
         "--position-embedding-type learned_absolute --nsp-max-length 1024",
         "--max-position-embeddings 512 does not reach the longest sample of 1024 tokens that "
         "--nsp-max-length or --seq-length allows",
+    ),
+    Example(
+        "--mtp-num-layers 1 --eod-mask-loss",
+        "--mtp-num-layers 1 cannot be used with --eod-mask-loss",
     ),
     Example("", "--num-attention-heads must be given", without="--num-attention-heads 8"),
     Example(
@@ -351,15 +373,22 @@ EXAMPLES = (
         "--sequence-parallel with experts and --pipeline-model-parallel-size 3 is not supported "
         "yet: later stages would see filler tokens as real ones",
     ),
-    Example(
-        "--bf16 --fp8-format hybrid",
-        "--fp8-format is not supported yet, got hybrid",
-        without="--nsp-cpu",
-    ),
-    Example(
-        "--bf16 --fp4-format e2m1",
-        "--fp4-format is not supported yet, got e2m1",
-        without="--nsp-cpu",
+    *(
+        Example(
+            f"--bf16 {flag} {formats} {more}",
+            f"{flag} {formats} {message}",
+            without="--nsp-cpu",
+        )
+        for flag, formats in (("--fp8-format", "hybrid"), ("--fp4-format", "e2m1"))
+        for more, message in (
+            ("--nsp-backend te-p2p", "cannot be used with --nsp-backend te-p2p"),
+            ("--nsp-kernel te-module", "cannot be used with --nsp-kernel te-module"),
+            (
+                "--transformer-impl local",
+                "needs --transformer-impl transformer_engine, got local",
+            ),
+            ("", "needs Transformer Engine, which is not installed"),
+        )
     ),
     Example(
         "--bf16 --cuda-graph-impl local",

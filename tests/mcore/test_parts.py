@@ -60,9 +60,8 @@ def test_megatron_is_shown_the_loss_of_a_rank(
     trainer.runtime = SimpleNamespace()  # type: ignore[assignment]
     rows = {"tokens": None, "labels": None, "loss_mask": torch.ones(1, 1)}
     nested = NestedBatch.build(Plan.from_nodes(SPTree(1, (1,)), [1], [Node(0, 0)]), 0)
-    batch = SimpleNamespace(
-        **rows, nested=nested, positions=torch.zeros(1), padding_mask=None, step_has_targets=True
-    )
+    rows |= {"positions": torch.zeros(1), "padding_mask": None, "further": ()}
+    batch = SimpleNamespace(**rows, nested=nested, step_has_targets=True)
     losses, reduce = trainer.forward_step(
         iter([batch]), lambda *_, **__: torch.full((1, 1), loss, requires_grad=True)
     )
@@ -197,6 +196,7 @@ def model_args(**fields: object) -> SimpleNamespace:
     flags |= {"moe_layer_freq": 1, "decoder_first_pipeline_num_layers": None}
     flags |= {"decoder_last_pipeline_num_layers": None}
     flags |= {"heterogeneous_layers_config_encoded_json": None}
+    flags |= {"mtp_num_layers": None, "mtp_use_repeated_layer": False}
     return SimpleNamespace(**{**sizes, **flags, "window_attn_skip_freq": None, **fields})
 
 
@@ -220,6 +220,22 @@ def test_the_planner_knows_the_windows() -> None:
     args = model_args(num_layers=6, window_size=(9, 0), window_attn_skip_freq=3)
     shape = model_of(args).shape(pipeline_parallel=2)  # type: ignore[arg-type]
     assert (shape.num_layers, shape.num_windowed_layers, shape.window_left) == (3, 2, 9)
+
+
+def test_the_planner_counts_further_tokens_as_layers_of_the_last_stage_with_an_output_each() -> (
+    None
+):
+    windows = {"window_size": (9, 0), "window_attn_skip_freq": [0, 1, 0, 0]}
+    sizes = {"num_layers": 4, "pipeline_model_parallel_size": 2, "mtp_num_layers": 2}
+    model = model_of(model_args(**sizes, **windows))  # type: ignore[arg-type]
+    assert (model.num_layers, model.mlps, model.num_windowed_layers) == (8, 8, 2)
+    shape = model.shape(pipeline_parallel=2)
+    assert (shape.num_layers, shape.output_flops_per_token) == (4, 3 * 2 * 102400 * 2048)
+    sizes["mtp_use_repeated_layer"] = True
+    repeated = model_of(model_args(**sizes, **windows))  # type: ignore[arg-type]
+    assert (repeated.num_layers, repeated.num_windowed_layers) == (8, 1)  # layer 1, twice
+    sizes |= {"num_experts": 4, "moe_layer_freq": [0, 0, 0, 1]}
+    assert model_of(model_args(**sizes)).expert_layers == 2 * 3  # type: ignore[arg-type]
 
 
 def test_the_planner_knows_the_layers_of_a_hybrid_model() -> None:

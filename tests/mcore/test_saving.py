@@ -26,6 +26,7 @@ def arguments(**changed: object) -> SimpleNamespace:
         "recompute_method": None,
         "recompute_num_layers": None,
         "recompute_modules": None,
+        "mtp_num_layers": None,
         "fine_grained_activation_offloading": False,
         "offload_modules": [],
     }
@@ -58,6 +59,25 @@ def arguments(**changed: object) -> SimpleNamespace:
         ),
         ({"recompute_granularity": "selective"}, 6, "selective"),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 0, "none"),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "mtp_num_layers": 2,
+            },
+            8,
+            "full",
+        ),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 2,
+                "mtp_num_layers": 2,
+            },
+            2,
+            "full",
+        ),
         ({"recompute_activations": True}, 6, "selective"),
         ({"recompute_activations": True, "decoder_last_pipeline_num_layers": 4}, 8, "selective"),
         (
@@ -80,7 +100,7 @@ def test_recomputed_layers_of_the_stage_that_has_most(
     if "recompute_activations" in changed:  # as Megatron's validation leaves it
         args = arguments(**changed | {"recompute_granularity": "selective"})
     assert recomputed(args) == cost_says
-    assert recompute_share(args) == {0: 0, 4: 4 / 6}.get(layers, 1)
+    assert recompute_share(args) == {0: 0, 2: 2 / 8, 4: 4 / 6}.get(layers, 1)
 
 
 def test_the_output_costs_nothing_where_attention_alone_is_recomputed() -> None:

@@ -164,6 +164,26 @@ def watch_loss() -> None:
     training.training_log = watched
 
 
+def watch_further_losses() -> None:
+    """Saves what Megatron logs of multi-token prediction in each step, unrounded."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    track = MTPLossLoggingHelper.track_mtp_metrics
+
+    def watched(*args: Any) -> None:
+        *before, total_loss_dict = args
+        losses: dict[str, torch.Tensor] = {}
+        track(*before, losses)
+        STEPS[-1]["mtp_losses"] = [float(losses[name]) for name in sorted(losses)]
+        for name, loss in losses.items():  # on the last pipeline stage alone
+            total_loss_dict[name] = total_loss_dict.get(name, torch.zeros_like(loss)) + loss
+        for name in ("correct", "total") if losses else ():
+            counts = MTPLossLoggingHelper.tracker[f"cumulative_{name}_values"]
+            STEPS[-1][f"mtp_{name}"] = counts.tolist()
+
+    MTPLossLoggingHelper.track_mtp_metrics = staticmethod(watched)
+
+
 def watch_tokens() -> None:
     """Saves each token's loss by document and position."""
     forward = pretrain.Trainer.forward_step
@@ -208,6 +228,25 @@ def watch_layer_inputs() -> None:
 
         if hidden_states.requires_grad:
             hidden_states.register_hook(save)
+        return forward(self, hidden_states, *a, **k)
+
+    TransformerLayer.forward = watched
+
+
+def fill_blocks(rows: int) -> None:
+    """Fills buffers as for FP8; saves of each layer's input its rows, and its fillers' largest."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_nsp.mcore import job, model
+
+    for module in (job, model, pretrain):
+        module.block_rows = lambda args: rows
+    forward, fillers = TransformerLayer.forward, MORE.setdefault("fillers", [])
+
+    def watched(self: TransformerLayer, hidden_states: torch.Tensor, *a: Any, **k: Any) -> Any:
+        held = len(ROWS)
+        largest = hidden_states[held:].abs().amax((1, 2)).tolist()
+        fillers.append((hidden_states.shape[0], largest))
         return forward(self, hidden_states, *a, **k)
 
     TransformerLayer.forward = watched
