@@ -810,6 +810,19 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         ),
     ],
     "Precision, graphs and checkpoints": [
+        Refusal(
+            "--fp32-residual-connection",
+            lambda fp32_residual_connection, transformer_impl, spec: (
+                fp32_residual_connection
+                and transformer_impl == "local"
+                and spec is None
+                and not HAVE_APEX
+            ),
+            "--fp32-residual-connection needs --transformer-impl transformer_engine, which CPU "
+            "ranks do not run, or a --spec",
+            "the torch norm of Megatron's local layers gives what it gets, and the linear layer "
+            "behind it takes 16 bits",
+        ),
         _off(
             "--use-torch-fsdp2",
             "Megatron 0.19 never divides its gradients by tokens; --use-megatron-fsdp does",
