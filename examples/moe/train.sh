@@ -37,7 +37,8 @@ experts=(
   --moe-router-topk 2
   --moe-ffn-hidden-size 192
   --moe-token-dispatcher-type alltoall # ranks hold different numbers of tokens
-  --moe-aux-loss-coeff 0 # required: the auxiliary loss would depend on which rank a token is on
+  --moe-router-load-balancing-type aux_loss
+  --moe-aux-loss-coeff 1e-2 # by what the tokens of all ranks choose
 )
 corpus=(
   --data-path "$data"

@@ -8,7 +8,6 @@ collective that runs beside others, on Megatron's own data-parallel group.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -37,7 +36,6 @@ class MicroBatch:
         labels: `[1, T]` int64 the token after each token in its document; 0 without a target.
         loss_mask: `[1, T]` float32, 1 where there is a target.
         positions: `[T]` int64 place of each token in its own sample.
-        padding_mask: `[1, T]` bool, True in filler rows.
         further: what each depth of multi-token prediction sees, depth 1 first.
     """
 
@@ -47,7 +45,6 @@ class MicroBatch:
     labels: Tensor
     loss_mask: Tensor
     positions: Tensor
-    padding_mask: Tensor
     further: tuple[FurtherTokens, ...] = ()
 
 
@@ -121,7 +118,6 @@ class NestedDataIterator:
             orders=step.orders.of_rank(micro_batch, step.plan.tree, self._rank),
         )
         layout, rows = nested.layout, self._read(step, nested)
-        is_filler = np.arange(layout.buffer_tokens) >= layout.num_tokens
         return MicroBatch(
             nested=nested,
             step_has_targets=step.num_targets > 0,
@@ -129,7 +125,6 @@ class NestedDataIterator:
             labels=rows.labels.unsqueeze(0),
             loss_mask=rows.loss_mask.unsqueeze(0),
             positions=on_device(layout.positions),
-            padding_mask=on_device(is_filler).unsqueeze(0),
             further=further_tokens(rows, layout, step.batch.lengths, self._filler_token),
         )
 

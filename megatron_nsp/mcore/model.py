@@ -12,6 +12,7 @@ from megatron_nsp.cost.models import Model
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore import mtp
 from megatron_nsp.mcore.layers import LayerCounts, layer_windows, recomputed_layers
+from megatron_nsp.mcore.moe.figures import add_up_over_domain
 from megatron_nsp.mcore.quantized import block_rows, embed_fillers_as_zeros
 from megatron_nsp.mcore.rope import use_positions
 from megatron_nsp.mcore.spec import exchange_core_attention, nested_spec, output_stays
@@ -33,7 +34,7 @@ def model_config(args: argparse.Namespace) -> Any:
         config.hybrid_stack_spec = exchange_core_attention(spec or hybrid_stack())
     else:
         config.transformer_layer_spec = nested_spec(spec or default_layer_spec)
-    config.pre_wrap_hooks.append(use_positions)
+    config.pre_wrap_hooks += [use_positions, add_up_over_domain]
     if block_rows(args) > 1:
         config.pre_wrap_hooks.append(embed_fillers_as_zeros)
     if args.mtp_num_layers:
@@ -43,7 +44,9 @@ def model_config(args: argparse.Namespace) -> Any:
 
 def hybrid_stack() -> Any:
     """Megatron's stack of a hybrid model, copied down to what is exchanged in it."""
-    stack, layers = hybrid_stack_spec.submodules, {}
+    stack = hybrid_stack_spec.submodules
+    experts = stack.moe_layer
+    layers = {"moe_layer": replace(experts, submodules=replace(experts.submodules))}
     for name in ("attention_layer", "mla_layer"):
         layer = getattr(stack, name)
         attention = layer.submodules.self_attention

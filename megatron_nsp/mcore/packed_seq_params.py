@@ -1,8 +1,8 @@
 """What Megatron carries through the layers of one micro-batch.
 
-Megatron hands `packed_seq_params` unchanged to the rotary embedding and to core attention, in the
-first forward of a layer and in the one that recomputes it. Our subclass travels there, so that no
-module holds state.
+Megatron hands `packed_seq_params` unchanged to the rotary embedding, to every layer and to core
+attention, in the first forward of a layer and in the one that recomputes it. Our subclass travels
+there, so that no module holds state.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_nsp.mcore.further_tokens import FurtherTokens
+from megatron_nsp.mcore.moe.rows import RoutedRows
 from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch
 
 
@@ -25,6 +26,7 @@ class NestedSeqParams(PackedSeqParams):
         nested: the micro-batch.
         runtime: groups, kernel and queue.
         positions: `[T]` int64 place of each token in its own sample.
+        rows: what routers know of the rows; None in a model without experts.
         further: what each depth of multi-token prediction sees, depth 1 first.
         depth: the depth that runs; 0 = the model itself.
     """
@@ -32,6 +34,7 @@ class NestedSeqParams(PackedSeqParams):
     nested: NestedBatch | None = None
     runtime: AttentionRuntime | None = None
     positions: torch.Tensor | None = None
+    rows: RoutedRows | None = None
     further: tuple[FurtherTokens, ...] = ()
     depth: int = 0
 
@@ -41,6 +44,7 @@ class NestedSeqParams(PackedSeqParams):
         nested: NestedBatch,
         runtime: AttentionRuntime,
         positions: torch.Tensor,
+        rows: RoutedRows | None = None,
         further: tuple[FurtherTokens, ...] = (),
     ) -> "NestedSeqParams":
         """The parameters of a forward pass of one micro-batch.
@@ -57,5 +61,6 @@ class NestedSeqParams(PackedSeqParams):
             nested=nested,
             runtime=runtime,
             positions=positions,
+            rows=rows,
             further=further,
         )

@@ -44,6 +44,7 @@ from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
+from megatron_nsp.mcore.moe.rows import RoutedRows
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
 from megatron_nsp.mcore.quantized import FILLER_TOKEN, block_rows
@@ -52,7 +53,7 @@ from megatron_nsp.mcore.refusals import check_words
 from megatron_nsp.mcore.replacements import replace_validated
 from megatron_nsp.mcore.step_log import ExposedStep
 from megatron_nsp.mcore.verdict import in_one_line, one_line, refuse_usage
-from megatron_nsp.runtime.attention import AttentionRuntime
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch
 from megatron_nsp.runtime.executor import NodeError, build_queue
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
 from megatron_nsp.steps.step_planner import PlannedStep, RepeatedSteps, Steps
@@ -309,8 +310,10 @@ class Trainer:
         with self._straggler(bdata=True):
             batch = next(data_iterator)
         assert self.runtime is not None
-        params = NestedSeqParams.of(batch.nested, self.runtime, batch.positions, batch.further)
-        extra = {"padding_mask": batch.padding_mask} if self.args.num_experts else {}
+        rows = self._routed_rows(batch.nested) if self.args.num_experts else None
+        params = NestedSeqParams.of(
+            batch.nested, self.runtime, batch.positions, rows, batch.further
+        )
         with self._straggler:
             losses = model(
                 batch.tokens,
@@ -318,7 +321,6 @@ class Trainer:
                 None,
                 labels=batch.labels,
                 packed_seq_params=params,
-                **extra,
             )
         loss = partial(
             checked_loss if self.args.check_for_nan_in_loss_and_grad else per_token_loss,
@@ -326,6 +328,13 @@ class Trainer:
             step_has_targets=batch.step_has_targets,
         )
         return losses, loss
+
+    def _routed_rows(self, nested: NestedBatch) -> RoutedRows:
+        """The rows that this tensor-parallel rank's routers see, on every pipeline stage."""
+        if not self.args.sequence_parallel:
+            return RoutedRows(nested)
+        ranks = self.args.tensor_model_parallel_size
+        return RoutedRows(nested, mpu.get_tensor_model_parallel_rank(), ranks)
 
     def end(self) -> None:
         """Prints what was measured in the last step."""

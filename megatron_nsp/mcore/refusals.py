@@ -178,13 +178,22 @@ def _wrong_length(per_layer: Any, num_layers: int) -> int | None:
 
 
 def _local_balancing(balancing: str | Sequence[str]) -> str | None:
-    """The first way of balancing experts that looks at the tokens of one rank."""
+    """The way of balancing experts that looks at the tokens of one rank, if it is given."""
     given = [balancing] if isinstance(balancing, str) else balancing
-    return next((name for name in given if name in ("sinkhorn", "quantile_balancing")), None)
+    return "quantile_balancing" if "quantile_balancing" in given else None
 
 
-def _has_coefficient(coefficients: float | Sequence[float]) -> bool:
-    return any(coefficients if isinstance(coefficients, list | tuple) else [coefficients])
+def _beside_sinkhorn(
+    balancing: str | Sequence[str], coefficients: float | Sequence[float]
+) -> str | None:
+    """What is given beside Sinkhorn routing, if anything."""
+    given = [balancing] if isinstance(balancing, str) else list(balancing)
+    values = coefficients if isinstance(coefficients, list | tuple) else [coefficients]
+    if "sinkhorn" not in given:
+        return None
+    if len(given) > 1:
+        return " ".join(given)
+    return f"--moe-aux-loss-coeff {values[0]}" if any(values) else None
 
 
 def _wrong_stages(pattern: str | None, stages: int) -> int | None:
@@ -213,17 +222,6 @@ def _splits_latent_keys(
 ) -> bool:
     is_whole = sequence_parallel and transformer_impl == "transformer_engine"
     return multi_latent_attention and tensor_model_parallel_size > 1 and not is_whole
-
-
-def _hides_fillers(
-    num_experts: int | None,
-    sequence_parallel: bool,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-) -> bool:
-    # On one tensor-parallel rank Megatron turns sequence parallelism off.
-    is_split = sequence_parallel and tensor_model_parallel_size > 1
-    return bool(num_experts) and is_split and pipeline_model_parallel_size > 1
 
 
 def _quantized(flag: str, name: str) -> tuple[Refusal, ...]:
@@ -672,15 +670,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "Megatron fails in the first step",
         ),
         Refusal(
-            "--moe-aux-loss-coeff",
-            lambda num_experts, moe_aux_loss_coeff: (
-                num_experts and _has_coefficient(moe_aux_loss_coeff)
-            ),
-            "--moe-aux-loss-coeff must be 0, got {moe_aux_loss_coeff}: the auxiliary loss would "
-            "depend on which rank a token is on",
-            "Megatron counts the tokens of each expert on one rank",
-        ),
-        Refusal(
             "--moe-router-load-balancing-type",
             lambda num_experts, moe_router_load_balancing_type: (
                 num_experts and _local_balancing(moe_router_load_balancing_type)
@@ -690,6 +679,14 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "where a token goes would depend on the plan",
         ),
         Refusal(
+            "--moe-router-load-balancing-type",
+            lambda num_experts, moe_router_load_balancing_type, moe_aux_loss_coeff: (
+                num_experts and _beside_sinkhorn(moe_router_load_balancing_type, moe_aux_loss_coeff)
+            ),
+            "--moe-router-load-balancing-type sinkhorn stands alone, got {found}",
+            "Megatron fails in the first step, or leaves it out without a word",
+        ),
+        Refusal(
             "--moe-input-jitter-eps",
             lambda num_experts, moe_input_jitter_eps: (
                 num_experts and moe_input_jitter_eps is not None
@@ -697,15 +694,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--moe-input-jitter-eps {moe_input_jitter_eps} cannot be used: the noise would depend "
             "on which rank a token is on",
             "every rank has a random stream of its own",
-        ),
-        Refusal(
-            "--moe-router-enable-expert-bias",
-            lambda num_experts, moe_router_enable_expert_bias: (
-                num_experts and moe_router_enable_expert_bias
-            ),
-            "--moe-router-enable-expert-bias cannot be used: Megatron 0.19 counts tokens wrongly "
-            "where filler tokens are masked from the router",
-            "it combines a map of tokens and experts with a mask of tokens alone",
         ),
         Refusal(
             "--moe-expert-capacity-factor",
@@ -736,6 +724,24 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "Megatron passes the mask of filler tokens to whole buffers alone",
         ),
         Refusal(
+            "--moe-token-dispatcher-type",
+            lambda num_experts, nsp_cpu, moe_token_dispatcher_type: (
+                num_experts and nsp_cpu and moe_token_dispatcher_type == "flex"
+            ),
+            "--moe-token-dispatcher-type flex cannot be used with --nsp-cpu: its kernels are for "
+            "GPUs",
+            "CPU ranks run none of the kernels for GPUs",
+        ),
+        Refusal(
+            "--moe-flex-dispatcher-backend",
+            lambda num_experts, moe_flex_dispatcher_backend: (
+                num_experts and moe_flex_dispatcher_backend == "ncclep"
+            ),
+            "--moe-flex-dispatcher-backend must be deepep or hybridep, got ncclep, whose buffers "
+            "have the size of a rank's first micro-batch",
+            "micro-batches differ in size, and so do ranks",
+        ),
+        Refusal(
             "--num-experts",
             lambda num_experts, tensor_model_parallel_size, sequence_parallel: (
                 num_experts and tensor_model_parallel_size > 1 and not sequence_parallel
@@ -743,23 +749,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--tensor-model-parallel-size {tensor_model_parallel_size} with experts needs "
             "--sequence-parallel: Megatron 0.19 trains no experts without it",
             "Megatron refuses it in the first step",
-        ),
-        Refusal(
-            "--num-experts",
-            _hides_fillers,
-            "--sequence-parallel with experts and --pipeline-model-parallel-size "
-            "{pipeline_model_parallel_size} is not supported yet: later stages would see filler "
-            "tokens as real ones",
-            "Megatron scatters the mask of filler tokens on the first stage alone",
-        ),
-        Refusal(
-            "--moe-token-dispatcher-type",
-            lambda num_experts, moe_token_dispatcher_type: (
-                num_experts and moe_token_dispatcher_type == "allgather"
-            ),
-            "--moe-token-dispatcher-type must be alltoall or flex, got allgather, which needs the "
-            "same number of tokens on every rank",
-            "ranks hold different numbers of tokens",
         ),
     ],
     "Other loops": [

@@ -53,6 +53,13 @@ def _budget(args: argparse.Namespace) -> int:
     return int(args.nsp_token_budget or args.max_seqlen_per_dp_cp_rank)
 
 
+def _sends_uneven_rows(args: argparse.Namespace) -> bool:
+    """Whether experts are reached by HybridEP, which takes all ranks to hold as many rows."""
+    is_flex = args.num_experts and args.moe_token_dispatcher_type == "flex"
+    is_hybrid = is_flex and args.moe_flex_dispatcher_backend == "hybridep"
+    return bool(is_hybrid and not args.moe_hybridep_pad_uneven_dispatch_inputs)
+
+
 REPLACEMENTS: Sequence[Replacement] = (
     Replacement(
         "--calculate-per-token-loss",
@@ -97,6 +104,18 @@ REPLACEMENTS: Sequence[Replacement] = (
         lambda args: args.multi_latent_attention and args.apply_rope_fusion,
         {"apply_rope_fusion": False},
         "runs with --no-rope-fusion: the fused kernel rotates by row and not by position",
+    ),
+    Replacement(
+        "--moe-token-dispatcher-type",
+        lambda args: args.num_experts and args.moe_token_dispatcher_type == "allgather",
+        {"moe_token_dispatcher_type": "alltoall"},
+        "allgather is replaced by alltoall: ranks hold different numbers of tokens",
+    ),
+    Replacement(
+        "--moe-hybridep-pad-uneven-dispatch-inputs",
+        _sends_uneven_rows,
+        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
+        "is switched on: ranks hold different numbers of tokens",
     ),
     _off(
         "--ddp-average-in-collective",

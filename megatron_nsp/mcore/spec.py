@@ -1,4 +1,4 @@
-"""Layer specs with nested core attention: Megatron's own specs with one module exchanged."""
+"""Layer specs with nested core attention and routing: Megatron's own with modules exchanged."""
 
 import inspect
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 from torch import Tensor
 
+from megatron_nsp.mcore.moe.layer import exchange_experts
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.runtime.attention import Layer, nested_attention
 from megatron_nsp.runtime.kernels import AttentionMask
@@ -187,16 +188,17 @@ class NestedCoreAttention(MegatronModule):
 def exchange_core_attention(spec: Any) -> Any:
     """Puts nested attention into every self-attention of a Megatron spec and returns the spec.
 
-    Works on a layer spec, on the list of layer specs of a block, and on the stack of a hybrid
-    model, whose kinds of layers it names one by one.
+    Experts get nested routing with it. Works on a layer spec, on the list of layer specs of a
+    block, and on the stack of a hybrid model, whose kinds of layers it names one by one.
 
     Raises:
-        ValueError: the spec holds no self-attention.
+        ValueError: the spec holds no self-attention, or experts that cannot be exchanged.
     """
     layers = getattr(spec, "layer_specs", None)
     stack: Any = getattr(spec, "submodules", None)
     if layers is None and hasattr(stack, "attention_layer"):
         layers = [stack.attention_layer, stack.mla_layer]
+        exchange_experts(stack.moe_layer)
     count = 0
     for layer in [spec] if layers is None else layers:
         attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
@@ -204,6 +206,7 @@ def exchange_core_attention(spec: Any) -> Any:
         if submodules is not None and hasattr(submodules, "core_attention"):
             submodules.core_attention = NestedCoreAttention
             count += 1
+        exchange_experts(layer)
     if not count and layers != []:  # a pipeline stage may hold no layer at all
         raise ValueError("the layer spec holds no self-attention to exchange")
     return spec

@@ -74,6 +74,9 @@ def _over_tensor_parallel(parameter: torch.nn.Parameter, part: Tensor) -> Tensor
     if not getattr(parameter, "tensor_model_parallel", False):
         return part
     ranks, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if not getattr(parameter, "allreduce", True):  # experts may be split otherwise
+        ranks = mpu.get_expert_tensor_parallel_world_size()
+        rank = mpu.get_expert_tensor_parallel_rank()
     blocks = []
     for own in part.chunk(parameter.partition_stride, parameter.partition_dim):
         others = torch.full_like(own, math.nan)

@@ -33,6 +33,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--probe-other-marks", metavar="RANK", type=int, help="a rank saves less")
     parser.add_argument("--probe-blocks", type=int, help="rows of a block, as in FP8")
     parser.add_argument("--probe-delays", type=float, help="longest of random delays, in ms")
+    parser.add_argument("--probe-experts", action="store_true", help="biases and logged figures")
+    parser.add_argument(
+        "--probe-megatron-routing", action="store_true", help="Megatron's own losses on one rank"
+    )
     return parser.parse_known_args(argv)
 
 
@@ -48,6 +52,17 @@ def watch_recomputation(options: argparse.Namespace) -> None:
         watch_recompute.run_every_step_twice()
     if options.probe_other_marks is not None:
         watch_recompute.mark_otherwise(options.probe_other_marks)
+
+
+def watch_experts(options: argparse.Namespace) -> None:
+    """Puts the wrappers in place that have to do with experts."""
+    from tests.mcore import watch_experts
+
+    if options.probe_experts:
+        watch_experts.watch_figures()
+        watch_experts.watch_biases()
+    if options.probe_megatron_routing:
+        watch_experts.route_as_megatron()
 
 
 def main(argv: list[str]) -> None:
@@ -84,6 +99,7 @@ def main(argv: list[str]) -> None:
     if options.probe_other_plan is not None:
         watch.plan_otherwise(*(int(part) for part in options.probe_other_plan.split(":")))
     watch_recomputation(options)
+    watch_experts(options)
     watch.pretrain.main()
     torch.save(watch.STEPS, options.out / f"rank{os.environ['RANK']}.pt")
 

@@ -119,19 +119,17 @@ EXAMPLES = (
         "--recompute-granularity full, or selective with core_attn among --recompute-modules",
     ),
     Example(
-        "--num-experts 4 --moe-aux-loss-coeff 0.01",
-        "--moe-aux-loss-coeff must be 0, got [0.01]: the auxiliary loss would depend on which "
-        "rank a token is on",
+        "--num-experts 4 --moe-router-load-balancing-type quantile_balancing",
+        "--moe-router-load-balancing-type quantile_balancing cannot be used: it would route by "
+        "the tokens of one rank",
     ),
     Example(
-        "--num-experts 4 --moe-router-load-balancing-type sinkhorn",
-        "--moe-router-load-balancing-type sinkhorn cannot be used: it would route by the tokens "
-        "of one rank",
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "--moe-router-load-balancing-type sinkhorn stands alone, got --moe-aux-loss-coeff 0.1",
     ),
     Example(
-        "--num-experts 4 --moe-router-enable-expert-bias",
-        "--moe-router-enable-expert-bias cannot be used: Megatron 0.19 counts tokens wrongly "
-        "where filler tokens are masked from the router",
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn aux_loss",
+        "--moe-router-load-balancing-type sinkhorn stands alone, got sinkhorn aux_loss",
     ),
     Example(
         "--num-experts 4 --moe-input-jitter-eps 0.1",
@@ -144,9 +142,13 @@ EXAMPLES = (
         "one rank",
     ),
     Example(
-        "--num-experts 4 --moe-token-dispatcher-type allgather",
-        "--moe-token-dispatcher-type must be alltoall or flex, got allgather, which needs the "
-        "same number of tokens on every rank",
+        "--num-experts 4 --moe-token-dispatcher-type flex",
+        "--moe-token-dispatcher-type flex cannot be used with --nsp-cpu: its kernels are for GPUs",
+    ),
+    Example(
+        "--num-experts 4 --moe-flex-dispatcher-backend ncclep",
+        "--moe-flex-dispatcher-backend must be deepep or hybridep, got ncclep, whose buffers have "
+        "the size of a rank's first micro-batch",
     ),
     Example(
         "--nsp-batch-tokens 64 --step-batch-size-schedule 0:6",
@@ -366,12 +368,6 @@ EXAMPLES = (
     Example(
         "--num-experts 4 --moe-layer-freq 0",
         "--moe-layer-freq must be at least 1 or a list of 0 and 1, got 0",
-    ),
-    Example(
-        "--num-experts 4 --sequence-parallel --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 3 --spec tests.mcore.local_stack SPEC",
-        "--sequence-parallel with experts and --pipeline-model-parallel-size 3 is not supported "
-        "yet: later stages would see filler tokens as real ones",
     ),
     *(
         Example(

@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import training
 
 from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.fixes import at_start
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
+from megatron_nsp.mcore.moe.layer import NestedMoELayer, exchange_experts
+from megatron_nsp.mcore.moe.router import NestedRouter
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.pretrain import Trainer
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
@@ -60,7 +65,7 @@ def test_megatron_is_shown_the_loss_of_a_rank(
     trainer.runtime = SimpleNamespace()  # type: ignore[assignment]
     rows = {"tokens": None, "labels": None, "loss_mask": torch.ones(1, 1)}
     nested = NestedBatch.build(Plan.from_nodes(SPTree(1, (1,)), [1], [Node(0, 0)]), 0)
-    rows |= {"positions": torch.zeros(1), "padding_mask": None, "further": ()}
+    rows |= {"positions": torch.zeros(1), "further": ()}
     batch = SimpleNamespace(**rows, nested=nested, step_has_targets=True)
     losses, reduce = trainer.forward_step(
         iter([batch]), lambda *_, **__: torch.full((1, 1), loss, requires_grad=True)
@@ -156,7 +161,7 @@ def test_a_spec_may_be_one_layer_or_a_block_or_a_stack_or_make_one() -> None:
         return SimpleNamespace(submodules=submodules, attention=attention)
 
     one, two, three = layer(), layer(), layer()
-    stack = SimpleNamespace(attention_layer=two, mla_layer=three)
+    stack = SimpleNamespace(attention_layer=two, mla_layer=three, moe_layer=None)
     for spec, layers in (
         (one, [one]),
         (SimpleNamespace(layer_specs=[one, two]), [one, two]),
@@ -181,6 +186,34 @@ def test_megatrons_own_stack_of_a_hybrid_model_takes_nested_attention() -> None:
             for each in (hybrid_stack_spec, spec)
         )
         assert nested is NestedCoreAttention and own is not NestedCoreAttention
+
+
+def test_experts_are_exchanged_once_and_in_a_copy_of_megatrons_stack() -> None:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    spec = exchange_core_attention(exchange_core_attention(hybrid_stack()))
+    own, nested = (each.submodules.moe_layer for each in (hybrid_stack_spec, spec))
+    assert nested.submodules.mlp.func is NestedMoELayer
+    assert nested.submodules.mlp.keywords["submodules"].router is NestedRouter
+    assert nested.module.__bases__ == (own.module,)
+    assert own.submodules.mlp.func is MoELayer
+    assert own.submodules.mlp.keywords["submodules"].router is TopKRouter
+
+
+def test_experts_that_may_count_the_tokens_of_one_rank_are_refused() -> None:
+    class OwnRouter(TopKRouter):
+        pass
+
+    class OwnExperts(MoELayer):
+        pass
+
+    for experts, router in ((MoELayer, OwnRouter), (OwnExperts, TopKRouter)):
+        made_of = MoESubmodules(experts=SimpleNamespace, router=router)
+        mlp = ModuleSpec(module=experts, submodules=made_of)
+        layer = SimpleNamespace(submodules=SimpleNamespace(mlp=mlp))
+        words = f"--spec has experts of {experts.__name__} with {router.__name__}: only"
+        with pytest.raises(ValueError, match=words):
+            exchange_experts(layer)
 
 
 def model_args(**fields: object) -> SimpleNamespace:

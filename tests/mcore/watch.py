@@ -25,7 +25,7 @@ ROWS: list[tuple[int, int]] = []
 LAYER_INPUTS: list[tuple[int, list[tuple[int, int]], torch.Tensor]] = []
 LOG = CollectiveLog()
 ROTARY_GROUPS: list[Any] = []
-PADDING: list[int | None] = []
+PADDING: list[int] = []
 READS: list[tuple[int, int, int]] = []
 MORE: dict[str, list[Any]] = {}
 
@@ -117,10 +117,9 @@ def route_to_one_expert() -> None:
     TopKRouter.gating = biased
     forward = TopKRouter.forward
 
-    def watched(self: TopKRouter, *args: Any, **kwargs: Any) -> Any:
-        masks = [*args[1:2], *(kwargs[key] for key in ("padding_mask",) if key in kwargs)]
-        PADDING.append(int(masks[0].sum()) if masks and masks[0] is not None else None)
-        return forward(self, *args, **kwargs)
+    def watched(self: TopKRouter, input: torch.Tensor, rows: Any) -> Any:
+        PADDING.append(int(rows.is_filler.sum()))
+        return forward(self, input, rows)
 
     TopKRouter.forward = watched
 
