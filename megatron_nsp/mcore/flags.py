@@ -199,8 +199,7 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             --moe-flex-dispatcher-backend --moe-enable-deepep --moe-flex-dispatcher-num-sms
             --moe-deepep-num-sms --moe-hybridep-num-sms --moe-hybridep-num-blocks-permute
             --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms-preprocessing
-            --moe-permute-fusion-into-hybridep --moe-hybridep-pad-uneven-dispatch-inputs
-            --moe-ncclep-static-shape --moe-ncclep-zero-copy
+            --moe-permute-fusion-into-hybridep
             """,
             "the router and the experts see a token's row alone; filler rows are masked",
         ),
@@ -218,6 +217,14 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
         _replaced(
             "--moe-token-dispatcher-type",
             "allgather wants equal rows on every rank: alltoall computes the same",
+        ),
+        _replaced(
+            "--moe-hybridep-pad-uneven-dispatch-inputs",
+            "switched on where that backend runs: ranks hold different numbers of rows",
+        ),
+        _idle(
+            "--moe-ncclep-static-shape --moe-ncclep-zero-copy",
+            "belongs to ncclep, which is refused in --moe-flex-dispatcher-backend",
         ),
         _refused("--moe-use-upcycling", "the dense model would be built from the one with experts"),
         _idle("--moe-upcycling-granularity", "belongs to --moe-use-upcycling"),
@@ -340,7 +347,7 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             "--ddp-average-in-collective",
             "switched off: a sum over tokens is divided by tokens, not by ranks",
         ),
-        _refused("--use-torch-fsdp2", "it divides gradients by ranks, then by all tokens"),
+        _refused("--use-torch-fsdp2", "its gradients are never divided by tokens"),
         _idle("--torch-fsdp2-no-reshard-after-forward", "belongs to --use-torch-fsdp2"),
         _idle(
             "--create-all-gather-group --no-use-layer-wise-param-layout",

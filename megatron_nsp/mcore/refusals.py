@@ -784,10 +784,23 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         ),
     ],
     "Precision, graphs and checkpoints": [
+        Refusal(
+            "--fp32-residual-connection",
+            lambda fp32_residual_connection, transformer_impl, spec: (
+                fp32_residual_connection
+                and transformer_impl == "local"
+                and spec is None
+                and not HAVE_APEX
+            ),
+            "--fp32-residual-connection needs --transformer-impl transformer_engine, which CPU "
+            "ranks do not run, or a --spec",
+            "the torch norm of Megatron's local layers gives what it gets, and the linear layer "
+            "behind it takes 16 bits",
+        ),
         _off(
             "--use-torch-fsdp2",
-            "it divides gradients by ranks and then by all tokens; --use-megatron-fsdp does not",
-            "torch averages gradients where Megatron divides their sum by tokens",
+            "Megatron 0.19 never divides its gradients by tokens; --use-megatron-fsdp does",
+            "torch averages them over ranks, and what scales them by tokens does nothing there",
         ),
         *_quantized("--fp8-format", "fp8"),
         *_quantized("--fp4-format", "fp4"),

@@ -424,6 +424,15 @@ EXAMPLES = (
         "domain to shard weights over",
     ),
     Example(
+        "--bf16 --fp32-residual-connection",
+        "--fp32-residual-connection needs --transformer-impl transformer_engine, which CPU ranks "
+        "do not run, or a --spec",
+    ),
+    Example(
+        "--gpu-sniff-test-interval 5",
+        "--gpu-sniff-test-interval cannot be used with --nsp-cpu, got 5",
+    ),
+    Example(
         "--rerun-mode report_stats",
         "--rerun-mode report_stats cannot be used: Megatron 0.19 knows no such mode when it starts",
     ),
@@ -465,8 +474,7 @@ EXAMPLES = (
             ("--lazy-mpu-init", "Megatron 0.19 trains without groups then, and fails"),
             (
                 "--use-torch-fsdp2",
-                "it divides gradients by ranks and then by all tokens; --use-megatron-fsdp does "
-                "not",
+                "Megatron 0.19 never divides its gradients by tokens; --use-megatron-fsdp does",
             ),
             ("--use-kitchen-attention", "--nsp-kernel runs attention"),
             (

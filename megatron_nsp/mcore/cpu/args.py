@@ -36,6 +36,7 @@ CPU_ARGS: Mapping[str, CpuArgument] = {
     "moe_grouped_gemm": CpuArgument("--moe-grouped-gemm", False),
     "moe_permute_fusion": CpuArgument("--moe-permute-fusion", False),
     "moe_router_fusion": CpuArgument("--moe-router-fusion", False),
+    "gpu_sniff_test_interval": CpuArgument("--gpu-sniff-test-interval", None),
     "log_straggler": CpuArgument("--log-straggler", False),  # asks the GPU's driver
     # a process of its own, outside CPU mode, that asks for a GPU and leaves its rank waiting
     "use_persistent_ckpt_worker": CpuArgument("--use-persistent-ckpt-worker", False),
