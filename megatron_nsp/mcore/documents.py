@@ -146,6 +146,8 @@ class IndexedDocuments:
 def _open(prefix: str, flag: str, mmap: bool) -> IndexedDataset:
     try:
         data = IndexedDataset(prefix, mmap=mmap)
+    except OSError as error:
+        raise ValueError(f"{flag} {prefix} cannot be read: {error}") from error
     except (AssertionError, ValueError) as error:  # Megatron asserts what it reads
         raise ValueError(
             f"{flag} {prefix}: {prefix}.idx is not the index of a Megatron IndexedDataset ({error})"

@@ -170,6 +170,18 @@ def test_tokens_are_read_from_a_mapping_and_from_the_file(tmp_path: Path, mmap: 
     assert documents.read(0, 1, 3).tolist() == [60000, 9]
 
 
+def test_a_file_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(prefix: str, mmap: bool) -> None:
+        raise PermissionError(13, "Permission denied", f"{prefix}.idx")
+
+    path = write(tmp_path / "docs", [[1]])
+    monkeypatch.setattr("megatron_nsp.mcore.documents.IndexedDataset", refuse)
+    with pytest.raises(ValueError, match=r"\A--data-path .*docs cannot be read: .*docs.idx'\Z"):
+        IndexedDocuments(path)
+
+
 def test_m10_a_token_that_the_vocabulary_lacks_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "docs", [[1, 2], [3, 5000, 4], [-1]])
     documents = IndexedDocuments(path).part((0.4, 1.0)).with_vocabulary(256)  # from document 1 on

@@ -37,6 +37,8 @@ def watch_optimizer() -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
         models, optimizer = result[0], result[1]
+        if optimizer is None:  # with --skip-train
+            return result
         step = optimizer.step
 
         def logged_step(*a: Any, **k: Any) -> Any:
