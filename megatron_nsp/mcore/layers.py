@@ -5,7 +5,6 @@ letter of `--hybrid-layer-pattern`.
 """
 
 import argparse
-import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.heterogeneous.heterogeneous_config import AttentionConfig, MLPConfig
 
 from megatron_nsp.mcore.spec import layer_window
+from megatron_nsp.mcore.stages import chunk_layers, chunk_sizes
 
 ATTENTION_LAYERS = "*+"
 """How a hybrid layer pattern writes attention and latent attention."""
@@ -90,24 +90,9 @@ def _have_experts(args: argparse.Namespace) -> list[bool]:
 
 
 def layers_of_stages(args: argparse.Namespace) -> list[list[Layer]]:
-    """The layers of each pipeline stage: equal shares where the arguments say nothing else."""
-    pattern, layers = args.hybrid_layer_pattern, layers_of(args)
-    if pattern is not None and "|" in pattern:
-        sizes = [len(stage) for stage in pattern.split("|")]
-    else:
-        sizes = stage_sizes(args)
-    starts = itertools.accumulate(sizes, initial=0)
-    return [layers[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-
-
-def stage_sizes(args: argparse.Namespace) -> list[int]:
-    """How many layers each pipeline stage has."""
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    given = [layers for layers in (first, last) if layers is not None]
-    others = args.pipeline_model_parallel_size - len(given)
-    rest = -(-(args.num_layers - sum(given)) // others) if others > 0 else 0
-    ends = ([] if first is None else [first]), ([] if last is None else [last])
-    return [*ends[0], *[rest] * others, *ends[1]]
+    """The layers of each pipeline rank, those of all its chunks."""
+    layers = layers_of(args)
+    return [[layers[place] for chunk in rank for place in chunk] for rank in chunk_layers(args)]
 
 
 @dataclass(frozen=True)
@@ -165,27 +150,28 @@ def layer_windows(args: argparse.Namespace) -> list[int]:
     return [window for window in windows if window is not None]
 
 
-def recomputed_layers(args: argparse.Namespace) -> int:
-    """Layers whose attention a backward pass runs again, on the pipeline stage that has most."""
+def recomputed(args: argparse.Namespace) -> str:
+    """What a backward pass runs again of attention, as the cost model calls it."""
     # Megatron's validation turns the first into the second, and removes it.
     is_selective = getattr(args, "recompute_activations", False)
     granularity = "selective" if is_selective else args.recompute_granularity
-    largest_stage = max(stage_sizes(args))
     if granularity == "selective":
-        modules = args.recompute_modules or ["core_attn"]
-        return largest_stage if "core_attn" in modules else 0
-    if granularity == "full" and args.recompute_method == "block":
-        return min(largest_stage, args.recompute_num_layers or 0)
-    return largest_stage if granularity == "full" else 0
+        return granularity if "core_attn" in (args.recompute_modules or ["core_attn"]) else "none"
+    is_block = args.recompute_method == "block"
+    is_full = granularity == "full" and not (is_block and not args.recompute_num_layers)
+    return "full" if is_full else "none"
 
 
-def recomputed(args: argparse.Namespace) -> str:
-    """What a backward pass runs again, as the cost model calls it."""
-    if recomputed_layers(args) == 0:
-        return "none"
-    return "full" if args.recompute_granularity == "full" else "selective"
+def recomputed_layers(args: argparse.Namespace) -> int:
+    """Layers whose attention a backward pass runs again, on the pipeline rank that has most."""
+    how, of_chunk = recomputed(args), args.num_layers
+    if how == "none":
+        return 0
+    if how == "full" and args.recompute_method == "block":
+        of_chunk = args.recompute_num_layers
+    return max(sum(min(size, of_chunk) for size in rank) for rank in chunk_sizes(args))
 
 
 def recompute_share(args: argparse.Namespace) -> float:
-    """Share of the layers of a pipeline stage that it runs again."""
-    return recomputed_layers(args) / max(stage_sizes(args))
+    """Share of the layers of a pipeline rank that it runs again."""
+    return recomputed_layers(args) / max(map(sum, chunk_sizes(args)))

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from megatron_nsp.mcore import parallel_state, resume
 from megatron_nsp.mcore.args import add_nsp_args, config_from_args
 from megatron_nsp.mcore.cpu.args import set_cpu_defaults
 from megatron_nsp.mcore.cuda_connections import describe_connections
-from megatron_nsp.mcore.data import NestedDataIterator
+from megatron_nsp.mcore.data import MicroBatch, NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.fixes import at_start
 from megatron_nsp.mcore.hooks import PlannedDocuments
@@ -114,6 +114,7 @@ class Trainer:
         self.step: PlannedStep | None = None
         self.last_step: ExposedStep | None = None
         self._iterators: list[NestedDataIterator] = []
+        self._documents: tuple[PlannedDocuments, PlannedDocuments | None, None] | None = None
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> "Trainer":
@@ -139,9 +140,18 @@ class Trainer:
     def datasets(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
     ) -> tuple[PlannedDocuments, PlannedDocuments | None, None]:
-        """A dataset provider for a patched tree, whose loader asks the datasets for iterators."""
-        self._open_runtime()
+        """A dataset provider for a patched tree, whose loader asks the datasets for iterators.
+
+        Megatron asks once for every chunk of the model; all of them get the same documents.
+        """
+        if self._documents is None:
+            self._open_runtime()
+            self._documents = self._open_documents()
+        return self._documents
+
+    def _open_documents(self) -> tuple[PlannedDocuments, PlannedDocuments | None, None]:
         planning, documents = JobPlanning.of(self.job), self.job.documents
+        num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
 
         def open_train() -> NestedDataIterator:
             planner = planning.train_planner(self.args.iteration)
@@ -151,15 +161,15 @@ class Trainer:
             assert documents.valid is not None, "opened where the run evaluates"
             return self._iterator(planning.valid_planner(), documents.valid, self._start_valid_step)
 
-        valid = PlannedDocuments(open_valid) if self.args.eval_iters else None
-        return PlannedDocuments(open_train), valid, None
+        valid = PlannedDocuments(open_valid, num_chunks) if self.args.eval_iters else None
+        return PlannedDocuments(open_train, num_chunks), valid, None
 
     datasets.is_distributed = True  # type: ignore[attr-defined]
 
     def __call__(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
-    ) -> tuple[NestedDataIterator, NestedDataIterator | None, None]:
-        """Megatron's dataset provider: iterators of planned micro-batches."""
+    ) -> tuple[Iterator[MicroBatch], Iterator[MicroBatch] | None, None]:
+        """Megatron's dataset provider: iterators of planned micro-batches, for one chunk."""
         train, valid, _ = self.datasets(train_val_test_num_samples, vp_stage)
         return train.iterator(), valid.iterator() if valid else None, None
 

@@ -9,6 +9,17 @@ def domain_size(args: argparse.Namespace) -> int:
     return int(args.world_size // model_parallel)
 
 
+def num_micro_batches(args: argparse.Namespace) -> int:
+    """Micro-batches of a step."""
+    return 1 if args.global_batch_size is None else args.global_batch_size // domain_size(args)
+
+
+def micro_batch_group(args: argparse.Namespace) -> int:
+    """How many micro-batches a pipeline rank runs through one chunk before it takes the next."""
+    group: int | None = args.microbatch_group_size_per_vp_stage
+    return args.pipeline_model_parallel_size if group is None else group
+
+
 def kv_heads(args: argparse.Namespace) -> int:
     """Key/value heads of the model."""
     return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads)
