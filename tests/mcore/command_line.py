@@ -11,10 +11,12 @@ from megatron_nsp.mcore.model import model_config
 from megatron_nsp.mcore.pretrain import parse_job
 
 
-def parse(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> tuple[argparse.Namespace, Job]:
-    """Parses a command line of a six-rank job."""
+def parse(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], num_ranks: int = 6
+) -> tuple[argparse.Namespace, Job]:
+    """Parses the command line of a job; its arguments as Megatron validated them, and the job."""
     monkeypatch.setattr(sys, "argv", ["pretrain_nsp.py", *flags])
-    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     monkeypatch.setenv("RANK", "0")
     unset_global_variables()  # left behind by flags that were refused after Megatron's validation
     args, job = parse_job()
