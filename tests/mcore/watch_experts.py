@@ -13,7 +13,7 @@ from megatron.training import training
 
 from megatron_nsp.mcore.moe.router import NestedRouter
 from tests.mcore import watch
-from tests.mcore.gradients import global_name
+from tests.mcore.gradients import first_layer, global_name
 
 
 def watch_figures() -> None:
@@ -40,7 +40,7 @@ def watch_biases() -> None:
         def logged_step(*a: Any, **k: Any) -> Any:
             done = step(*a, **k)
             watch.STEPS[-1]["biases"] = {
-                global_name(name): buffer.clone()
+                global_name(name, first_layer(model)): buffer.clone()
                 for model in models
                 for name, buffer in model.named_buffers()
                 if name.endswith("expert_bias")
