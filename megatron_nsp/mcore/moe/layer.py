@@ -44,7 +44,8 @@ class NestedMoELayer(MoELayer):
             intermediate_tensors: None; those of CUDA graphs.
             padding_mask: the rows.
         """
-        assert intermediate_tensors is None and isinstance(padding_mask, RoutedRows)
+        assert intermediate_tensors is None, "graphs are refused"
+        assert isinstance(padding_mask, RoutedRows), "NestedSeqParams.of was not given the rows"
         of_rows = copy.copy(self)
         of_rows.rows = padding_mask
         return MoELayer.forward(of_rows, hidden_states)
