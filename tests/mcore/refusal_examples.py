@@ -482,6 +482,10 @@ EXAMPLES = (
                 "it is a property of the kernels that Megatron's own core attention calls",
             ),
             (
+                "--mtp-hybrid-override-pattern *-",
+                "further tokens are predicted with layers of a GPT model, by --mtp-num-layers",
+            ),
+            (
                 "--config-logger-dir configs",
                 "Megatron 0.19 fails when it writes the process groups of a model",
             ),
