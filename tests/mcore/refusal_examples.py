@@ -391,9 +391,6 @@ EXAMPLES = (
         "--spec tests.mcore.local_stack NOTHING cannot be imported",
     ),
     Example(
-        "--nsp-kernel auto", "--nsp-kernel auto on GPUs needs --bf16 or --fp16", without="--nsp-cpu"
-    ),
-    Example(
         "--nsp-kernel te", "--nsp-kernel te on GPUs needs --bf16 or --fp16", without="--nsp-cpu"
     ),
     Example(
