@@ -95,6 +95,14 @@ class BatchSizes:
         tokens = lengths.mean() if args.hybrid_context_parallel else sequence_tokens(args)
         return cls(calculator, *valid, float(tokens))
 
+    @property
+    def micro_batch_numbers(self) -> set[int]:
+        """All numbers of micro-batches that training steps have, those of a schedule too."""
+        if not isinstance(self._calculator, StepBatchsizeNumMicroBatchesCalculator):
+            return {self._calculator.get()}
+        whole = self._calculator.micro_batch_times_data_parallel_size
+        return {samples // whole for _, samples in self._calculator.schedule}
+
     def train(self, step: int) -> StepSize:
         """The size of a training step, counted from 0."""
         while len(self._counted) <= step:

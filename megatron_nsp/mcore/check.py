@@ -8,6 +8,7 @@ from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.layers import recomputed
 from megatron_nsp.mcore.model import model_of
 from megatron_nsp.mcore.planning import JobPlanning
+from megatron_nsp.mcore.stages import virtual_stages
 from megatron_nsp.mcore.step_log import step_line
 from megatron_nsp.steps.step_planner import PlannedStep
 
@@ -61,6 +62,7 @@ def memory_line(args: argparse.Namespace, job: Job, steps: list[PlannedStep]) ->
         shards_optimizer=args.use_megatron_fsdp or args.use_distributed_optimizer,
         offloads_optimizer=args.optimizer_cpu_offload,
         recompute=recomputed(args),
+        virtual_stages=virtual_stages(args),
     )
     model = model_of(args)
     tokens = max(

@@ -15,7 +15,7 @@ from megatron_nsp.mcore.job_documents import JobDocuments
 from megatron_nsp.mcore.layers import set_hybrid_layers
 from megatron_nsp.mcore.policy import check_policy
 from megatron_nsp.mcore.quantized import block_rows
-from megatron_nsp.mcore.refusals import check_arguments, check_kernel
+from megatron_nsp.mcore.refusals import check_arguments, check_kernel, check_micro_batches
 from megatron_nsp.mcore.replacements import apply_replacements
 from megatron_nsp.mcore.sizes import heads_per_rank, longest_sample
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
@@ -169,6 +169,9 @@ class Job:
             validate.check_lengths(config, opened, longest, tree, is_chunked)
         size = JobSize.from_args(args, next(iter(documents)).lengths, longest)
         args.hybrid_context_parallel = False  # its steps are counted; nothing else is to see it
+        evaluates = documents.valid is not None or documents.test is not None
+        numbers = {size.batches.valid(0).num_micro_batches} if evaluates else set[int]()
+        check_micro_batches(args, sorted(numbers | size.batches.micro_batch_numbers))
         check_policy(config, tree, size.batches.train, heads)
         check_kernels(args, config)
         recorder, notices = open_recorder(config), (*replaced, *documents.notices)

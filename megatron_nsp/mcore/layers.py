@@ -5,7 +5,6 @@ letter of `--hybrid-layer-pattern`.
 """
 
 import argparse
-import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.heterogeneous.heterogeneous_config import AttentionConfig, MLPConfig
 
 from megatron_nsp.mcore.spec import layer_window
+from megatron_nsp.mcore.stages import chunk_layers, chunk_sizes
 
 ATTENTION_LAYERS = "*+"
 """How a hybrid layer pattern writes attention and latent attention."""
@@ -96,29 +96,14 @@ def mtp_layers(args: argparse.Namespace) -> list[Layer]:
 
 
 def layers_of_stages(args: argparse.Namespace) -> list[list[Layer]]:
-    """The layers of each pipeline stage: equal shares where the arguments say nothing else.
+    """The layers of each pipeline rank, those of all its chunks.
 
     Those of multi-token prediction are on the last one.
     """
-    pattern, layers = args.hybrid_layer_pattern, layers_of(args)
-    if pattern is not None and "|" in pattern:
-        sizes = [len(stage) for stage in pattern.split("|")]
-    else:
-        sizes = stage_sizes(args)
-    starts = itertools.accumulate(sizes, initial=0)
-    stages = [layers[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-    stages[-1] += mtp_layers(args)
-    return stages
-
-
-def stage_sizes(args: argparse.Namespace) -> list[int]:
-    """How many layers each pipeline stage has."""
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    given = [layers for layers in (first, last) if layers is not None]
-    others = args.pipeline_model_parallel_size - len(given)
-    rest = -(-(args.num_layers - sum(given)) // others) if others > 0 else 0
-    ends = ([] if first is None else [first]), ([] if last is None else [last])
-    return [*ends[0], *[rest] * others, *ends[1]]
+    layers = layers_of(args)
+    ranks = [[layers[place] for chunk in rank for place in chunk] for rank in chunk_layers(args)]
+    ranks[-1] += mtp_layers(args)
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -178,34 +163,36 @@ def layer_windows(args: argparse.Namespace) -> list[int]:
     return [window for window in windows if window is not None]
 
 
-def recomputed_layers(args: argparse.Namespace) -> int:
-    """Layers whose attention a backward pass runs again, on the pipeline stage that has most."""
+def recomputed(args: argparse.Namespace) -> str:
+    """What a backward pass runs again of attention, as the cost model calls it."""
     # Megatron's validation turns the first into the second, and removes it.
     is_selective = getattr(args, "recompute_activations", False)
     granularity = "selective" if is_selective else args.recompute_granularity
-    largest_stage = _largest_stage(args)
     if granularity == "selective":
-        modules = args.recompute_modules or ["core_attn"]
-        return largest_stage if "core_attn" in modules else 0
-    if granularity == "full" and args.recompute_method == "block":
+        return granularity if "core_attn" in (args.recompute_modules or ["core_attn"]) else "none"
+    is_block = args.recompute_method == "block"
+    is_full = granularity == "full" and not (is_block and not args.recompute_num_layers)
+    return "full" if is_full else "none"
+
+
+def recomputed_layers(args: argparse.Namespace) -> int:
+    """Layers whose attention a backward pass runs again, on the pipeline rank that has most."""
+    how = recomputed(args)
+    if how == "none":
+        return 0
+    if how == "full" and args.recompute_method == "block":
         # Of whole blocks Megatron recomputes no layer of multi-token prediction.
-        return min(max(stage_sizes(args)), args.recompute_num_layers or 0)
-    return largest_stage if granularity == "full" else 0
+        of_chunk = args.recompute_num_layers
+        return max(sum(min(size, of_chunk) for size in rank) for rank in chunk_sizes(args))
+    return _largest_rank(args)
 
 
-def _largest_stage(args: argparse.Namespace) -> int:
-    """Layers of the pipeline stage that has most, those of multi-token prediction with them."""
-    sizes = stage_sizes(args)
+def _largest_rank(args: argparse.Namespace) -> int:
+    """Layers of the pipeline rank that has most, those of multi-token prediction with them."""
+    sizes = [sum(rank) for rank in chunk_sizes(args)]
     return max(*sizes, sizes[-1] + (args.mtp_num_layers or 0))
 
 
-def recomputed(args: argparse.Namespace) -> str:
-    """What a backward pass runs again, as the cost model calls it."""
-    if recomputed_layers(args) == 0:
-        return "none"
-    return "full" if args.recompute_granularity == "full" else "selective"
-
-
 def recompute_share(args: argparse.Namespace) -> float:
-    """Share of the layers of a pipeline stage that it runs again."""
-    return recomputed_layers(args) / _largest_stage(args)
+    """Share of the layers of a pipeline rank that it runs again."""
+    return recomputed_layers(args) / _largest_rank(args)

@@ -5,7 +5,7 @@ attention, in the first forward of a layer and in the one that recomputes it. Ou
 there, so that no module holds state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -49,10 +49,11 @@ class NestedSeqParams(PackedSeqParams):
     ) -> "NestedSeqParams":
         """The parameters of a forward pass of one micro-batch.
 
-        A batch that runs once more, because Megatron repeats a step or something failed midway,
-        begins without what layers saved the time before.
+        What layers save belongs to this one pass: chunks of a model that share a pipeline rank run
+        the same micro-batch one after the other, and a batch that runs once more, because Megatron
+        repeats a step or something failed midway, begins without what was saved the time before.
         """
-        nested.saved_outputs.clear()
+        nested = replace(nested, saved_outputs={})
         longest = nested.layout.max_length
         return cls(
             qkv_format="sbhd",

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -36,7 +36,7 @@ from megatron_nsp.mcore.assumed import assume_what_is_missing, set_vocabulary
 from megatron_nsp.mcore.check import check_report
 from megatron_nsp.mcore.cpu.args import set_cpu_defaults
 from megatron_nsp.mcore.cuda_connections import describe_connections
-from megatron_nsp.mcore.data import NestedDataIterator
+from megatron_nsp.mcore.data import MicroBatch, NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.fixes import at_start
 from megatron_nsp.mcore.flags import without_effect
@@ -146,6 +146,7 @@ class Trainer:
         self.last_step: ExposedStep | None = None
         self._iterators: list[NestedDataIterator] = []
         self._straggler = StragglerDetector()  # Megatron's only one: `--log-straggler`
+        self._documents: tuple[PlannedDocuments | None, ...] | None = None
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> "Trainer":
@@ -171,9 +172,17 @@ class Trainer:
 
     def datasets(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
-    ) -> tuple[PlannedDocuments | None, PlannedDocuments | None, PlannedDocuments | None]:
-        """A dataset provider for a patched tree, whose loader asks the datasets for iterators."""
-        self._open_runtime()
+    ) -> tuple[PlannedDocuments | None, ...]:
+        """A dataset provider for a patched tree, whose loader asks the datasets for iterators.
+
+        Megatron asks once for every chunk of the model; all of them get the same documents.
+        """
+        if self._documents is None:
+            self._open_runtime()
+            self._documents = self._open_documents()
+        return self._documents
+
+    def _open_documents(self) -> tuple[PlannedDocuments | None, ...]:
         planning, documents = JobPlanning.of(self.job), self.job.documents
         behind = 0 if self.args.skip_train else resume.evaluated_steps(self.args)
 
@@ -200,14 +209,10 @@ class Trainer:
 
     def __call__(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
-    ) -> tuple[NestedDataIterator | None, NestedDataIterator | None, NestedDataIterator | None]:
-        """Megatron's dataset provider: iterators of planned micro-batches."""
-        train, valid, test = self.datasets(train_val_test_num_samples, vp_stage)
-        return (
-            train.iterator() if train else None,
-            valid.iterator() if valid else None,
-            test.iterator() if test else None,
-        )
+    ) -> tuple[Iterator[MicroBatch] | None, ...]:
+        """Megatron's dataset provider: iterators of planned micro-batches, for one chunk."""
+        parts = self.datasets(train_val_test_num_samples, vp_stage)
+        return tuple(part.iterator() if part else None for part in parts)
 
     def _step_lengths(self) -> tuple[float | None, float | None]:
         """Tokens of the step that ran, and the sum of its samples' squared lengths.
@@ -245,7 +250,10 @@ class Trainer:
     ) -> PlannedDocuments | None:
         if documents is None:
             return None
-        return PlannedDocuments(lambda: self._iterator(plan(documents), documents, on_step))
+        num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
+        return PlannedDocuments(
+            lambda: self._iterator(plan(documents), documents, on_step), num_chunks
+        )
 
     def _iterator(
         self, steps: Steps, documents: Documents, on_step: Callable[[PlannedStep], None]

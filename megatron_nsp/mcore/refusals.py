@@ -10,9 +10,10 @@ checked where that is opened.
 
 import argparse
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import HAVE_APEX
 
@@ -197,9 +198,45 @@ def _beside_sinkhorn(
 
 
 def _wrong_stages(pattern: str | None, stages: int) -> int | None:
-    """The stages that a hybrid pattern marks, if they are not the job's."""
+    """The stages that a hybrid pattern marks, if the job's ranks cannot have equally many."""
     marked = (pattern or "").count("|") + 1
-    return marked if marked not in (1, stages) else None
+    return marked if marked > 1 and marked % stages else None
+
+
+def _waits_for_ever(
+    overlap_p2p_comm: bool,
+    virtual_stages: int,
+    num_micro_batches: int,
+    micro_batch_group: int,
+    pipeline_model_parallel_size: int,
+) -> bool:
+    """Whether a rank's forward passes before its first backward are just all that it has."""
+    if overlap_p2p_comm or virtual_stages == 1:
+        return False
+    later = range(1, pipeline_model_parallel_size)
+    first_passes = (2 * ranks + (virtual_stages - 1) * micro_batch_group for ranks in later)
+    return num_micro_batches * virtual_stages in first_passes
+
+
+def _are_all_ends(
+    virtual_stages: int,
+    pipeline_model_parallel_size: int,
+    decoder_first_pipeline_num_layers: int | None,
+    decoder_last_pipeline_num_layers: int | None,
+) -> bool:
+    ends = decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers
+    return virtual_stages > 1 and pipeline_model_parallel_size == 2 and None not in ends
+
+
+def _short_group(
+    virtual_stages: int,
+    num_micro_batches: int,
+    micro_batch_group: int,
+    pipeline_model_parallel_size: int,
+) -> int:
+    """The micro-batches of a step's last group, if a pipeline has more ranks."""
+    last = num_micro_batches % micro_batch_group
+    return last if virtual_stages > 1 and last < pipeline_model_parallel_size else 0
 
 
 def _splits_local_norms(
@@ -265,6 +302,7 @@ _SIZES = (
     *("--num-query-groups", "--global-batch-size", "--seed", "--num-layers", "--hidden-size"),
     *("--seq-length", "--num-experts", "--context-parallel-size", "--micro-batch-size"),
     *("--eval-micro-batch-size", "--eval-global-batch-size"),
+    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
 )
 
 _GRAPHS = "a graph has fixed sizes"
@@ -325,24 +363,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--tensor-model-parallel-size {tensor_model_parallel_size} cannot split "
             "{num_attention_heads} query and {kv_heads} key/value heads evenly",
             "tensor-parallel ranks hold equal heads",
-        ),
-        _only(
-            "--num-layers-per-virtual-pipeline-stage",
-            "num_layers_per_virtual_pipeline_stage",
-            "--num-layers-per-virtual-pipeline-stage is not supported yet",
-            "stages would draw their batches several times a step",
-        ),
-        _only(
-            "--num-virtual-stages-per-pipeline-rank",
-            "num_virtual_stages_per_pipeline_rank",
-            "--num-virtual-stages-per-pipeline-rank is not supported yet",
-            "stages would draw their batches several times a step",
-        ),
-        _only(
-            "--pipeline-model-parallel-layout",
-            "pipeline_model_parallel_layout",
-            "--pipeline-model-parallel-layout is not supported yet",
-            "layers of a stage are counted from equal shares",
         ),
         _more_shards(
             "--tensor-parallel-num-weight-shards",
@@ -405,6 +425,109 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             lambda longest: longest is None,
             "--seq-length is required: the longest sample to train on, in tokens",
             "nothing else says it, `--nsp-max-length` apart",
+        ),
+    ],
+    "Pipelines": [
+        Refusal(
+            "--num-layers-per-virtual-pipeline-stage",
+            lambda num_layers_per_virtual_pipeline_stage, layers_of_a_rank: (
+                num_layers_per_virtual_pipeline_stage is not None
+                and layers_of_a_rank % num_layers_per_virtual_pipeline_stage
+            ),
+            "--num-layers-per-virtual-pipeline-stage {num_layers_per_virtual_pipeline_stage} does "
+            "not divide the {layers_of_a_rank} layers of a pipeline rank",
+            "virtual stages of a rank are equal",
+        ),
+        Refusal(
+            "--num-layers",
+            lambda num_layers, pipeline_model_parallel_size, stage_error: stage_error,
+            "--num-layers {num_layers} cannot be shared out as asked over "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size}: {found}",
+            "what follows is what Megatron says of layouts and uneven stages",
+        ),
+        Refusal(
+            "--decoder-last-pipeline-num-layers",
+            _are_all_ends,
+            "--decoder-last-pipeline-num-layers {decoder_last_pipeline_num_layers} must be left "
+            "out: --decoder-first-pipeline-num-layers {decoder_first_pipeline_num_layers} says "
+            "enough with {virtual_stages} virtual stages on two ranks",
+            "Megatron 0.19 divides by the ranks between them",
+        ),
+        Refusal(
+            "--no-overlap-p2p-communication",
+            lambda virtual_stages, overlap_p2p_comm, pipeline_model_parallel_size: (
+                virtual_stages > 1 and not overlap_p2p_comm and pipeline_model_parallel_size == 2
+            ),
+            "--no-overlap-p2p-communication with {virtual_stages} virtual stages needs "
+            "--pipeline-model-parallel-size of at least 3, got {pipeline_model_parallel_size}",
+            "two ranks would send each other two tensors at once",
+        ),
+        Refusal(
+            "--overlap-p2p-communication-warmup-flush",
+            lambda overlap_p2p_comm_warmup_flush, virtual_stages, overlap_p2p_comm: (
+                overlap_p2p_comm_warmup_flush and (virtual_stages == 1 or not overlap_p2p_comm)
+            ),
+            "--overlap-p2p-communication-warmup-flush needs virtual stages and must not go with "
+            "--no-overlap-p2p-communication",
+            "Megatron overlaps the exchanges of virtual stages alone",
+        ),
+        Refusal(
+            "--use-ring-exchange-p2p",
+            lambda use_ring_exchange_p2p, pipeline_model_parallel_size: (
+                use_ring_exchange_p2p
+                and pipeline_model_parallel_size > 1
+                and not hasattr(torch.distributed, "ring_exchange")
+            ),
+            "--use-ring-exchange-p2p needs a torch with torch.distributed.ring_exchange",
+            "a torch of one's own has it, none that is shipped",
+        ),
+        Refusal(
+            "--use-megatron-fsdp",
+            lambda use_megatron_fsdp, pipeline_model_parallel_size: (
+                use_megatron_fsdp and pipeline_model_parallel_size > 1
+            ),
+            "--use-megatron-fsdp cannot be used with --pipeline-model-parallel-size "
+            "{pipeline_model_parallel_size}, only with 1",
+            "Megatron 0.19 shards over all ranks of a job as if they had one stage",
+        ),
+        Refusal(
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            lambda virtual_stages, micro_batch_group, pipeline_model_parallel_size: (
+                virtual_stages > 1 and micro_batch_group < pipeline_model_parallel_size
+            ),
+            "--microbatch-group-size-per-virtual-pipeline-stage {micro_batch_group} must be at "
+            "least --pipeline-model-parallel-size {pipeline_model_parallel_size}",
+            "a rank takes the next virtual stage when the first micro-batch is back",
+        ),
+        Refusal(
+            "--global-batch-size",
+            lambda virtual_stages, num_micro_batches, micro_batch_group, num_ranks: (
+                virtual_stages > 1
+                and num_micro_batches < micro_batch_group
+                and micro_batch_group * num_ranks
+            ),
+            "--global-batch-size must be at least {found} with {virtual_stages} virtual stages on "
+            "{num_ranks} data-parallel ranks: they run {micro_batch_group} micro-batches at a "
+            "time, a step has {num_micro_batches}",
+            "a rank takes the next virtual stage when the first micro-batch is back",
+        ),
+        Refusal(
+            "--global-batch-size",
+            _short_group,
+            "--global-batch-size gives {num_micro_batches} micro-batches a step, {found} more than "
+            "whole groups of {micro_batch_group}: virtual stages need none more, or at least "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size}",
+            "a rank takes the next virtual stage when the first micro-batch is back",
+        ),
+        Refusal(
+            "--no-overlap-p2p-communication",
+            _waits_for_ever,
+            "--no-overlap-p2p-communication hangs with {num_micro_batches} micro-batches a step in "
+            "groups of {micro_batch_group}, {virtual_stages} virtual stages and "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size}; --global-batch-size "
+            "sets the first",
+            "where a rank has no forward pass left just when its neighbour begins with backward, "
+            "one waits to send a tensor and the other for the shape of the next",
         ),
     ],
     "Attention": [
@@ -551,8 +674,8 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             lambda hybrid_layer_pattern, pipeline_model_parallel_size: _wrong_stages(
                 hybrid_layer_pattern, pipeline_model_parallel_size
             ),
-            "--hybrid-layer-pattern {hybrid_layer_pattern} marks {found} stages, "
-            "--pipeline-model-parallel-size is {pipeline_model_parallel_size}",
+            "--hybrid-layer-pattern {hybrid_layer_pattern} marks {found} stages, no multiple of "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size}",
             "`|` ends a pipeline stage",
         ),
         Refusal(
@@ -923,6 +1046,20 @@ def check_arguments(args: argparse.Namespace) -> None:
     values = Values(args)
     for rows in REFUSALS.values():
         _check(rows, values)
+
+
+def check_micro_batches(args: argparse.Namespace, numbers: Iterable[int]) -> None:
+    """Checks that pipelines can run all numbers of micro-batches that steps have.
+
+    Args:
+        args: Megatron's arguments with ours, validated or not.
+        numbers: of the steps of a schedule, and of evaluation steps.
+
+    Raises:
+        ValueError: they cannot; one line that names flag and numbers.
+    """
+    for number in numbers:
+        _check(REFUSALS["Pipelines"], Values(args, num_micro_batches=number))
 
 
 def check_kernel(args: argparse.Namespace, kernel: AttentionKernel) -> None:

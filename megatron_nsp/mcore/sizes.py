@@ -14,6 +14,19 @@ def counted_ranks(args: argparse.Namespace) -> int:
     return domain_size(args) // int(args.context_parallel_size)
 
 
+def num_micro_batches(args: argparse.Namespace) -> int:
+    """Micro-batches of a step whose size no schedule changes."""
+    if args.global_batch_size is None:
+        return 1
+    return int(args.global_batch_size // (counted_ranks(args) * (args.micro_batch_size or 1)))
+
+
+def micro_batch_group(args: argparse.Namespace) -> int:
+    """How many micro-batches a pipeline rank runs through one chunk before it takes the next."""
+    group: int | None = args.microbatch_group_size_per_vp_stage
+    return args.pipeline_model_parallel_size if group is None else group
+
+
 def kv_heads(args: argparse.Namespace) -> int:
     """Key/value heads of the model."""
     return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads)

@@ -36,6 +36,8 @@ NOT_FUSED = (
     "--no-bias-dropout-fusion",
     "--no-persist-layer-norm",
 )
+VIRTUAL = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
 EXAMPLES = (
     Example("--num-attention-heads 0", "--num-attention-heads must be at least 1, got 0"),
     Example("--num-query-groups 0", "--num-query-groups must be at least 1, got 0"),
@@ -210,8 +212,9 @@ EXAMPLES = (
         "--hybrid-layer-pattern=-E", "--hybrid-layer-pattern -E holds no attention layer, * or +"
     ),
     Example(
-        "--hybrid-layer-pattern *-|*-",
-        "--hybrid-layer-pattern *-|*- marks 2 stages, --pipeline-model-parallel-size is 1",
+        "--hybrid-layer-pattern *-|*|- --pipeline-model-parallel-size 2",
+        "--hybrid-layer-pattern *-|*|- marks 3 stages, no multiple of "
+        "--pipeline-model-parallel-size 2",
     ),
     Example(
         "--hybrid-layer-pattern *-",
@@ -250,10 +253,6 @@ EXAMPLES = (
         "--enable-cuda-graph",
         "--enable-cuda-graph cannot be used: boundaries change every step, got True",
     ),
-    Example(
-        "--num-layers-per-virtual-pipeline-stage 1",
-        "--num-layers-per-virtual-pipeline-stage is not supported yet, got 1",
-    ),
     Example("--mtp-num-layers -1", "--mtp-num-layers must be at least 0, got -1"),
     Example(
         "--mtp-num-layers 1 --hybrid-layer-pattern *- --spec tests.mcore.local_stack SPEC",
@@ -288,12 +287,77 @@ EXAMPLES = (
         "--tensor-model-parallel-size 3 cannot split 8 query and 2 key/value heads evenly",
     ),
     Example(
-        "--num-virtual-stages-per-pipeline-rank 2",
-        "--num-virtual-stages-per-pipeline-rank is not supported yet, got 2",
+        "--num-layers-per-virtual-pipeline-stage 0",
+        "--num-layers-per-virtual-pipeline-stage must be at least 1, got 0",
     ),
     Example(
-        "--pipeline-model-parallel-layout Et|tL",
-        "--pipeline-model-parallel-layout is not supported yet, got Et|tL",
+        "--num-virtual-stages-per-pipeline-rank 0",
+        "--num-virtual-stages-per-pipeline-rank must be at least 1, got 0",
+    ),
+    Example(
+        "--num-layers 12 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 4",
+        "--num-layers-per-virtual-pipeline-stage 4 does not divide the 6 layers of a pipeline rank",
+    ),
+    Example(
+        "--num-layers 7 --pipeline-model-parallel-size 2",
+        "--num-layers 7 cannot be shared out as asked over --pipeline-model-parallel-size 2: "
+        "num_layers=7 should be divisible by config.pipeline_model_parallel_size=2",
+    ),
+    Example(
+        "--num-layers 7 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9",
+        "--num-layers 7 cannot be shared out as asked over --pipeline-model-parallel-size 2: the "
+        "ranks would have 9, -2 layers",
+    ),
+    Example(
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-layers 2 cannot be shared out as asked over --pipeline-model-parallel-size 1: 2 "
+        "virtual stages take turns on at least 2 ranks",
+    ),
+    Example(
+        f"{VIRTUAL} --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2",
+        "--decoder-last-pipeline-num-layers 2 must be left out: "
+        "--decoder-first-pipeline-num-layers 2 says enough with 2 virtual stages on two ranks",
+    ),
+    Example(
+        f"{VIRTUAL} --no-overlap-p2p-communication",
+        "--no-overlap-p2p-communication with 2 virtual stages needs --pipeline-model-parallel-size "
+        "of at least 3, got 2",
+    ),
+    Example(
+        "--pipeline-model-parallel-size 2 --overlap-p2p-communication-warmup-flush",
+        "--overlap-p2p-communication-warmup-flush needs virtual stages and must not go with "
+        "--no-overlap-p2p-communication",
+    ),
+    Example(
+        "--pipeline-model-parallel-size 2 --use-megatron-fsdp",
+        "--use-megatron-fsdp cannot be used with --pipeline-model-parallel-size 2, only with 1",
+    ),
+    Example(
+        "--num-layers 6 --pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 "
+        "--no-overlap-p2p-communication --microbatch-group-size-per-virtual-pipeline-stage 4 "
+        "--global-batch-size 8",
+        "--no-overlap-p2p-communication hangs with 4 micro-batches a step in groups of 4, 2 "
+        "virtual stages and --pipeline-model-parallel-size 3; --global-batch-size sets the first",
+    ),
+    Example(
+        "--pipeline-model-parallel-size 2 --use-ring-exchange-p2p",
+        "--use-ring-exchange-p2p needs a torch with torch.distributed.ring_exchange",
+    ),
+    Example(
+        f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 1",
+        "--microbatch-group-size-per-virtual-pipeline-stage 1 must be at least "
+        "--pipeline-model-parallel-size 2",
+    ),
+    Example(
+        f"{VIRTUAL} --global-batch-size 3",
+        "--global-batch-size must be at least 6 with 2 virtual stages on 3 data-parallel ranks: "
+        "they run 2 micro-batches at a time, a step has 1",
+    ),
+    Example(
+        f"{VIRTUAL} --global-batch-size 15",
+        "--global-batch-size gives 5 micro-batches a step, 1 more than whole groups of 2: virtual "
+        "stages need none more, or at least --pipeline-model-parallel-size 2",
     ),
     Example(
         "",

@@ -13,7 +13,8 @@ from megatron.core.num_microbatches_calculator import (
 from megatron_nsp.mcore.batch_sizes import BatchSizes
 from megatron_nsp.steps.sampler import StepSize
 from tests.data_maker import write_documents
-from tests.mcore.launch import Run, train
+from tests.mcore.command_line import parse
+from tests.mcore.launch import MODEL, Run, train
 
 LENGTHS = np.array([130, 77, 64, 31, 8, 3, 1, 90, 55, 200, 12, 5] * 5)
 
@@ -128,6 +129,25 @@ def test_the_largest_step_of_a_schedule_holds_the_tokens_that_are_given() -> Non
 def test_batches_that_do_not_divide(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         sizes(**flags)
+
+
+def test_a_schedule_has_several_numbers_of_micro_batches() -> None:
+    assert sizes(step_batch_size_schedule="0:8 800:40").micro_batch_numbers == {1, 5}
+    assert sizes(global_batch_size=24).micro_batch_numbers == {3}
+
+
+@pytest.mark.usefixtures("help_texts")
+@pytest.mark.parametrize(
+    "flag", ["--eval-global-batch-size 3 --global-batch-size 6", "--step-batch-size-schedule 0:3"]
+)
+def test_every_number_of_micro_batches_is_checked_against_virtual_stages(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path, flag: str
+) -> None:
+    stages = "--num-layers 4 --pipeline-model-parallel-size 2"
+    flags = f"{stages} --num-virtual-stages-per-pipeline-rank 2 --split 1,1 --eval-iters 1 {flag}"
+    message = "^--global-batch-size must be at least 6 with 2 virtual stages on 3 data-parallel"
+    with pytest.raises(ValueError, match=message):
+        parse(monkeypatch, [*MODEL, "--data-path", str(prefix), *flags.split()])
 
 
 @pytest.fixture(scope="module")

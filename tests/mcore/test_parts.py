@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.training import training
 
 from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.fixes import at_start
+from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
 from megatron_nsp.mcore.moe.layer import NestedMoELayer, exchange_experts
@@ -227,7 +229,11 @@ def model_args(**fields: object) -> SimpleNamespace:
     flags |= {"hybrid_layer_pattern": None, "pipeline_model_parallel_size": 1}
     flags |= {"moe_shared_expert_intermediate_size": None, "moe_ffn_hidden_size": None}
     flags |= {"moe_layer_freq": 1, "decoder_first_pipeline_num_layers": None}
-    flags |= {"decoder_last_pipeline_num_layers": None}
+    flags |= {"decoder_last_pipeline_num_layers": None, "pipeline_model_parallel_layout": None}
+    flags |= {"num_layers_per_virtual_pipeline_stage": None, "mtp_num_layers": None}
+    flags |= {"num_virtual_stages_per_pipeline_rank": None}
+    flags |= {"account_for_embedding_in_pipeline_split": False}
+    flags |= {"account_for_loss_in_pipeline_split": False}
     flags |= {"heterogeneous_layers_config_encoded_json": None}
     flags |= {"mtp_num_layers": None, "mtp_use_repeated_layer": False}
     return SimpleNamespace(**{**sizes, **flags, "window_attn_skip_freq": None, **fields})
@@ -410,13 +416,33 @@ def test_m16_far_positions_keep_their_angles_in_models_of_16_bits() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
 
 
-def test_a_batch_that_runs_once_more_begins_with_nothing_kept() -> None:
+def test_every_pass_over_a_batch_begins_with_nothing_kept_and_keeps_its_own() -> None:
+    """Of a step that runs once more, and of the chunks of a model on one pipeline rank."""
     plan = Plan.from_nodes(SPTree(1, (1,)), [5], [Node(0, 0)])
     batch = NestedBatch.build(plan, 0)
     rows = torch.zeros(5, 1, 2)
-    batch.saved_outputs[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
-    params = NestedSeqParams.of(batch, SimpleNamespace(), torch.arange(5))
-    assert params.nested is batch and not batch.saved_outputs
+    runtime, positions = SimpleNamespace(), torch.arange(5)
+    one, other = (NestedSeqParams.of(batch, runtime, positions).nested for _ in range(2))  # type: ignore[arg-type]
+    assert one is not None and other is not None
+    one.saved_outputs[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
+    assert not batch.saved_outputs and not other.saved_outputs
+    assert one._rows is other._rows and one._steps is other._steps  # prepared once for both
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_chunks_of_a_model_draw_the_same_micro_batches_made_once(first: int) -> None:
+    made: list[int] = []
+
+    def micro_batches() -> Iterator[Any]:
+        for number in range(4):
+            made.append(number)
+            yield number
+
+    documents = PlannedDocuments(micro_batches, num_chunks=2)
+    chunks = [documents.iterator(), documents.iterator()]
+    order = [first, first, 1 - first, first, 1 - first, 1 - first]
+    assert [next(chunks[chunk]) for chunk in order] == [0, 1, 0, 2, 1, 2]
+    assert made == [0, 1, 2]
 
 
 @pytest.mark.parametrize("value", [None, "1", "8", "32"])

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.utils import unwrap_model
 from megatron.training import training
 
 from megatron_nsp.mcore import pretrain
@@ -190,7 +190,7 @@ def watch_tokens() -> None:
     forward = pretrain.Trainer.forward_step
 
     def watched(self: pretrain.Trainer, data_iterator: Any, model: Any) -> Any:
-        if not torch.is_grad_enabled() or not mpu.is_pipeline_last_stage():  # no losses here
+        if not torch.is_grad_enabled() or not unwrap_model(model).post_process:  # no losses here
             return forward(self, data_iterator, model)
         batches = []
 
@@ -255,10 +255,10 @@ def fill_blocks(rows: int) -> None:
 
 def watch_groups() -> None:
     """Puts a logging group around each nested group."""
-    provide = pretrain.Trainer.__call__
+    open_runtime = pretrain.Trainer._open_runtime
 
-    def watched(self: pretrain.Trainer, *args: Any, **kwargs: Any) -> Any:
-        result = provide(self, *args, **kwargs)
+    def watched(self: pretrain.Trainer) -> None:
+        open_runtime(self)
         assert self.runtime is not None
         group_of = self.runtime.groups._group_of
         plain = dict(group_of)
@@ -271,9 +271,8 @@ def watch_groups() -> None:
             close()
 
         self.close = restore_and_close  # type: ignore[method-assign]
-        return result
 
-    pretrain.Trainer.__call__ = watched
+    pretrain.Trainer._open_runtime = watched
 
 
 def save_without_a_process() -> None:
