@@ -283,10 +283,8 @@ FLAGS: Mapping[str, Sequence[Flags]] = {
             """,
             "the tokens after a row are those of its own document",
         ),
-        _idle(
-            "--mtp-standalone --mtp-hybrid-override-pattern",
-            "the first is set by the layout, the second belongs to old hybrid checkpoints",
-        ),
+        _idle("--mtp-standalone", "set by --pipeline-model-parallel-layout"),
+        _refused("--mtp-hybrid-override-pattern", "hybrid models predict no further tokens"),
         _replaced(
             """
             --context-parallel-size --hybrid-context-parallel --cp-comm-type

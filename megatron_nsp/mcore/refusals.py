@@ -871,6 +871,11 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "Megatron asks a model of images for its gradients",
         ),
         _off(
+            "--mtp-hybrid-override-pattern",
+            "further tokens are predicted with layers of a GPT model, by --mtp-num-layers",
+            "Megatron appends it to --hybrid-layer-pattern behind a `/`",
+        ),
+        _off(
             "--config-logger-dir",
             "Megatron 0.19 fails when it writes the process groups of a model",
             "it takes them for numbers and lists",

@@ -126,6 +126,13 @@ REPLACEMENTS: Sequence[Replacement] = (
         {"moe_hybridep_pad_uneven_dispatch_inputs": True},
         "is switched on: ranks hold different numbers of tokens",
     ),
+    Replacement(
+        "--nsp-kernel",
+        lambda args: args.nsp_kernel == "auto" and not (args.nsp_cpu or args.bf16 or args.fp16),
+        {"nsp_kernel": "reference"},
+        "auto is replaced by reference, which is slow: the other kernels for GPUs take 16-bit "
+        "floats, and this job has neither --bf16 nor --fp16",
+    ),
     _off(
         "--ddp-average-in-collective",
         "gradients are summed over ranks and divided by tokens, not by ranks",

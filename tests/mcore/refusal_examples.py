@@ -455,9 +455,6 @@ EXAMPLES = (
         "--spec tests.mcore.local_stack NOTHING cannot be imported",
     ),
     Example(
-        "--nsp-kernel auto", "--nsp-kernel auto on GPUs needs --bf16 or --fp16", without="--nsp-cpu"
-    ),
-    Example(
         "--nsp-kernel te", "--nsp-kernel te on GPUs needs --bf16 or --fp16", without="--nsp-cpu"
     ),
     Example(
@@ -544,6 +541,10 @@ EXAMPLES = (
             (
                 "--batch-invariant-mode",
                 "it is a property of the kernels that Megatron's own core attention calls",
+            ),
+            (
+                "--mtp-hybrid-override-pattern *-",
+                "further tokens are predicted with layers of a GPT model, by --mtp-num-layers",
             ),
             (
                 "--config-logger-dir configs",

@@ -1,11 +1,13 @@
 """Flags that are taken as a wish: what is set in their place, and what is said."""
 
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_nsp.mcore.replacements import REPLACEMENTS
+from megatron_nsp.runtime.kernels import takes_32_bits
 from tests.mcore.command_line import parse
 from tests.mcore.launch import MODEL
 
@@ -87,8 +89,26 @@ def test_what_is_replaced_is_said_once(
     assert args.data_parallel_size == (2 if "--context-parallel-size" in flags else 6)
 
 
+@pytest.mark.parametrize("precision", ["", "bf16", "fp16"])
+def test_float32_on_gpus_runs_the_one_kernel_that_takes_it(precision: str) -> None:
+    (row,) = [row for row in REPLACEMENTS if row.flag == "--nsp-kernel"]
+    args = Namespace(nsp_kernel="auto", nsp_cpu=False, bf16=False, fp16=False)
+    if precision:
+        setattr(args, precision, True)
+        assert row.apply(args) is None and args.nsp_kernel == "auto"
+        return
+    line = row.apply(args)
+    assert line is not None and line.startswith("--nsp-kernel auto is replaced by reference")
+    assert takes_32_bits(args.nsp_kernel)
+    for name, value in (("nsp_cpu", True), ("nsp_kernel", "te")):  # one asked for stays
+        args = Namespace(nsp_kernel="auto", nsp_cpu=False, bf16=False, fp16=False)
+        setattr(args, name, value)
+        assert row.apply(args) is None
+
+
 def test_every_row_has_an_example() -> None:
-    assert {row.flag for row in REPLACEMENTS} == {line.split()[0] for line in EXAMPLES.values()}
+    rows = {row.flag for row in REPLACEMENTS} - {"--nsp-kernel"}  # tested above
+    assert rows == {line.split()[0] for line in EXAMPLES.values()}
 
 
 def test_a_job_that_asks_for_nothing_else_is_told_nothing(
