@@ -93,6 +93,8 @@ class JobDocuments:
         args.full_validation = False
         if self.valid is None:
             args.eval_iters = 0
+        if args.skip_train and args.train_iters is None and args.train_samples is None:
+            args.train_iters = 1  # Megatron multiplies by it before it trains nothing
 
     def __iter__(self) -> Iterator[Documents]:
         """All that are open."""
