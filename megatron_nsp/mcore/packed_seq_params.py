@@ -26,14 +26,14 @@ class NestedSeqParams(PackedSeqParams):
         runtime: groups, kernel and queue.
         positions: `[T]` int64 place of each token in its own sample.
         further: what each depth of multi-token prediction sees, depth 1 first.
-        depth: the depth that runs; 0 = the model itself.
+        mtp_depth: the depth that runs; 0 = the model itself.
     """
 
     nested: NestedBatch | None = None
     runtime: AttentionRuntime | None = None
     positions: torch.Tensor | None = None
     further: tuple[FurtherTokens, ...] = ()
-    depth: int = 0
+    mtp_depth: int = 0
 
     @classmethod
     def of(
