@@ -11,6 +11,7 @@ from megatron.training.models.gpt import default_layer_spec
 from megatron_nsp.cost.models import Model
 from megatron_nsp.cost.shape import ModelShape
 from megatron_nsp.mcore import mtp
+from megatron_nsp.mcore.fixes.mtp_output import drop_idle_output_weight
 from megatron_nsp.mcore.layers import LayerCounts, layer_windows, recomputed_layers
 from megatron_nsp.mcore.moe.figures import add_up_over_domain
 from megatron_nsp.mcore.quantized import block_rows, embed_fillers_as_zeros
@@ -39,6 +40,7 @@ def model_config(args: argparse.Namespace) -> Any:
         config.pre_wrap_hooks.append(embed_fillers_as_zeros)
     if args.mtp_num_layers:
         mtp.install()
+        config.pre_wrap_hooks.append(drop_idle_output_weight)
     return config
 
 

@@ -55,13 +55,21 @@ class NestedMTPLayer(MultiTokenPredictionLayer):
 
         Returns:
             Hidden states, the depth, and what it was given of positions and padding.
+
+        Raises:
+            ValueError: the forward step of a script of one's own left out `batch.further`.
         """
         depth = (input_ids if isinstance(input_ids, int) else 0) + 1
+        if len(packed_seq_params.further) < depth:
+            raise ValueError(
+                f"--mtp-num-layers {self.config.mtp_num_layers} needs the further tokens of a "
+                f"micro-batch, NestedSeqParams.of was given {len(packed_seq_params.further)}"
+            )
         own = packed_seq_params.further[depth - 1]
         hidden_states, *_ = super().forward(
             input_ids=own.tokens,
             position_ids=own.positions,
-            packed_seq_params=replace(packed_seq_params, depth=depth),
+            packed_seq_params=replace(packed_seq_params, mtp_depth=depth),
             padding_mask=padding_mask,
             **others,
         )

@@ -28,7 +28,7 @@ class NestedSeqParams(PackedSeqParams):
         positions: `[T]` int64 place of each token in its own sample.
         rows: what routers know of the rows; None in a model without experts.
         further: what each depth of multi-token prediction sees, depth 1 first.
-        depth: the depth that runs; 0 = the model itself.
+        mtp_depth: the depth that runs; 0 = the model itself.
     """
 
     nested: NestedBatch | None = None
@@ -36,7 +36,7 @@ class NestedSeqParams(PackedSeqParams):
     positions: torch.Tensor | None = None
     rows: RoutedRows | None = None
     further: tuple[FurtherTokens, ...] = ()
-    depth: int = 0
+    mtp_depth: int = 0
 
     @classmethod
     def of(

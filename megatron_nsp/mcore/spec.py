@@ -149,8 +149,8 @@ class NestedCoreAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None
         assert packed_seq_params.nested is not None and packed_seq_params.runtime is not None
         # Layers of multi-token prediction count from 1 again, and one may run at several depths.
-        depth = packed_seq_params.depth
-        number = self.config.num_layers + depth if depth else self.layer_number
+        mtp_depth = packed_seq_params.mtp_depth
+        number = self.config.num_layers + mtp_depth if mtp_depth else self.layer_number
         q_THD, k_TKD, v_TKV = (x.flatten(1, -2) if x.dim() == 4 else x for x in (query, key, value))
         out_THV = nested_attention(
             q_THD,

@@ -79,9 +79,9 @@ class Model:
 
 @pytest.fixture(scope="module")
 def two_deep(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Two depths, each with a layer of its own; the output layer is not the embedding."""
+    """Two depths, each with a layer of its own."""
     folder = tmp_path_factory.mktemp("mtp") / "two-deep"
-    return Model(folder, 2, "--untie-embeddings-and-output-weights")
+    return Model(folder, 2)
 
 
 def test_e4_every_placement_with_a_fixed_input_layout(two_deep: Model) -> None:
@@ -95,7 +95,8 @@ def test_e4_every_placement_with_a_fixed_input_layout(two_deep: Model) -> None:
 
 def test_pipeline_stages_with_several_micro_batches_in_flight(two_deep: Model) -> None:
     stages = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8"]
-    run = two_deep.run("stages", 4, *stages, *UNIFORM)
+    save = ["--save", str(two_deep.folder / "saved"), "--save-interval", str(STEPS)]
+    run = two_deep.run("stages", 4, *stages, *UNIFORM, *save)
     assert "4 micro-batches a step" in run.output
     two_deep.assert_equals_one_rank(run)
 
@@ -107,7 +108,8 @@ def test_tensor_parallel_ranks(two_deep: Model) -> None:
 
 
 def test_one_layer_at_two_depths_recomputed_from_saved_outputs(tmp_path: Path) -> None:
-    model = Model(tmp_path / "repeated", 2, "--mtp-use-repeated-layer")
+    untied = "--untie-embeddings-and-output-weights"
+    model = Model(tmp_path / "repeated", 2, "--mtp-use-repeated-layer", untied)
     run = model.run("placed", 4, *model.placed, *UNIFORM, "--probe-recompute")
     model.assert_equals_one_rank(run)
     for step in range(STEPS):  # the depths save apart from one another and from the model's layers

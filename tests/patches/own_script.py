@@ -40,7 +40,9 @@ def forward_step(trainer: Trainer, data_iterator: Any, model: Any) -> tuple[Any,
         batch.positions.unsqueeze(0),
         None,
         labels=batch.labels,
-        packed_seq_params=NestedSeqParams.of(batch.nested, trainer.runtime, batch.positions),
+        packed_seq_params=NestedSeqParams.of(
+            batch.nested, trainer.runtime, batch.positions, batch.further
+        ),
     )
     return losses, partial(
         per_token_loss, loss_mask=batch.loss_mask, step_has_targets=batch.step_has_targets
