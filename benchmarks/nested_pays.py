@@ -41,7 +41,7 @@ from megatron_nsp.plan.plan import Plan  # noqa: E402
 from megatron_nsp.plan.tree import SPTree  # noqa: E402
 from megatron_nsp.planner import plan_batch  # noqa: E402
 from megatron_nsp.steps.lengths import load_table, table_names  # noqa: E402
-from megatron_nsp.steps.sampler import Batch, BatchSampler  # noqa: E402
+from megatron_nsp.steps.sampler import Batch, BatchSampler, always  # noqa: E402
 
 TREE = SPTree(4, (1, 2, 4))
 LAYERS, HIDDEN, FFN, HEADS, HEAD_DIM, SEED = 2, 128, 384, 8, 16, 15
@@ -227,7 +227,7 @@ def main() -> int:
         cost, num_batches = cost_model(profile), args.batches + 1
         documents = draw_documents(args.lengths, (num_batches + 1) * (BATCH_TOKENS + LONGEST))
         kept = write_documents(folder / "corpus", documents)
-        sampler = BatchSampler(kept, BATCH_TOKENS, LONGEST, SEED)
+        sampler = BatchSampler(kept, always(BATCH_TOKENS), LONGEST, SEED)
         batches = [sampler.draw() for _ in range(num_batches)]
         describe(batches, kept)
         policies = [p for p in (plan_all(name, batches, cost) for name in POLICIES) if p.plans]

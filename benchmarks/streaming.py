@@ -34,7 +34,7 @@ from megatron_nsp.cost.profile import load_profile  # noqa: E402
 from megatron_nsp.plan.plan import Plan  # noqa: E402
 from megatron_nsp.plan.tree import SPTree  # noqa: E402
 from megatron_nsp.simulator import StepSettings, simulate_plan  # noqa: E402
-from megatron_nsp.steps.sampler import BatchSampler  # noqa: E402
+from megatron_nsp.steps.sampler import BatchSampler, always  # noqa: E402
 
 TREE = SPTree(4, (1, 2, 4))
 SAMPLES = {6144: (4,), 4344: (2, 2), 3072: (1, 1, 1, 1)}
@@ -74,7 +74,7 @@ def write_run(folder: Path, num_steps: int) -> tuple[Path, Path, Plan]:
     generator = np.random.default_rng(SEED)
     documents = [generator.integers(0, 255, n).astype(np.uint8) for n in lengths]
     kept = write_documents(folder / "corpus", documents)
-    sampler = BatchSampler(kept, sum(lengths), max(lengths), SEED)
+    sampler = BatchSampler(kept, always(sum(lengths)), max(lengths), SEED)
     batches = [sampler.draw() for _ in range(num_steps)]
     turns = [Turn(n, "fixed", fixed_plan(b.lengths.tolist())) for n, b in enumerate(batches)]
     prefix, plans = write_turns(folder, folder / "corpus", kept, batches, turns, SEED)

@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from megatron_nsp.plan.backends import NodeHeads, backend_choices
 from megatron_nsp.plan.heads import is_admissible
@@ -43,8 +43,9 @@ class NSPConfig:
     Engine's own ring, or its own exchange of heads, which must all divide), or 'auto', for each
     node what is fastest of all but those of Transformer Engine."""
 
-    batch_tokens: int = 16384
-    """Tokens of one optimizer step: whole samples are drawn until this many are reached."""
+    batch_tokens: int | None = None
+    """Tokens of one optimizer step: whole samples are drawn until this many are reached; without it
+    as many as Megatron's --global-batch-size samples of --seq-length hold."""
 
     max_length: int | None = None
     """Longest sample to train on, in tokens; without it Megatron's --seq-length."""
@@ -92,6 +93,10 @@ class NSPConfig:
     cpu: bool = False
     """Run Megatron on CPU ranks over gloo: for trying out and for tests, never chosen silently."""
 
+    check: int | None = field(default=None, metadata={"const": 0})
+    """Check the command line, plan the first steps, say what the job would be and start nothing:
+    on any machine, for so many ranks, or for the job's own without a number."""
+
     @property
     def static_degree(self) -> int | None:
         """N of the input layout static:N."""
@@ -106,6 +111,7 @@ class NSPConfig:
         """
         for name in ("batch_tokens", "max_length", "token_budget", "max_degree"):
             check_range(flag(name), getattr(self, name), 1, MOST_TOKENS)
+        check_range(flag("check"), self.check, 0)
         check_range(flag("plan_ahead"), self.plan_ahead, 0)
         check_range(flag("save_budget_gb"), self.save_budget_gb, 0)
         for name, known in (("over_long", OVER_LONG_POLICIES), ("backend", backend_choices())):

@@ -24,7 +24,7 @@ from megatron_nsp.cost.profile import load_profile
 from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.steps.lengths import DrawnLengths, load_lengths
-from megatron_nsp.steps.sampler import Batch, BatchSampler
+from megatron_nsp.steps.sampler import Batch, BatchSampler, always
 
 NUM_RANKS = 4
 FLOAT32_BYTES = 4
@@ -74,7 +74,7 @@ def build_corpus(folder: Path, max_documents: int | None) -> Path:
 def draw_batches(lengths: IntArray, num_batches: int) -> list[Batch]:
     """The first batches that the recipe's run draws."""
     sampler = BatchSampler(
-        lengths, setting("--nsp-batch-tokens"), setting("--seq-length"), setting("--seed")
+        lengths, always(setting("--nsp-batch-tokens")), setting("--seq-length"), setting("--seed")
     )
     return [sampler.draw() for _ in range(num_batches)]
 

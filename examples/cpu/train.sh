@@ -42,7 +42,6 @@ corpus=(
 nesting=(
   --nsp-cpu                  # Megatron's loop on CPU ranks, over gloo
   --nsp-batch-tokens 10240   # tokens of one optimizer step, in whole documents
-  --calculate-per-token-loss # required: ranks hold different numbers of tokens
 )
 training=(
   --train-iters 40

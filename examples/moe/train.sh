@@ -37,7 +37,8 @@ experts=(
   --moe-router-topk 2
   --moe-ffn-hidden-size 192
   --moe-token-dispatcher-type alltoall # ranks hold different numbers of tokens
-  --moe-aux-loss-coeff 0 # required: the auxiliary loss would depend on which rank a token is on
+  --moe-router-load-balancing-type aux_loss
+  --moe-aux-loss-coeff 1e-2 # by what the tokens of all ranks choose
 )
 corpus=(
   --data-path "$data"
@@ -51,7 +52,6 @@ corpus=(
 nesting=(
   --nsp-cpu                  # Megatron's loop on CPU ranks, over gloo; no grouped GEMM there
   --nsp-batch-tokens 10240   # tokens of one optimizer step, in whole documents
-  --calculate-per-token-loss # required: ranks hold different numbers of tokens
 )
 training=(
   --train-iters 40

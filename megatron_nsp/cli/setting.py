@@ -16,7 +16,7 @@ _SIZES = {"heads": 32, "kv_heads": 4, "head_dim": 128, "hidden": 2048, "layers":
 """Sizes of the model without --model."""
 
 
-_PARALLEL = ("tp", "pp", "ep")
+_PARALLEL = ("tp", "pp", "vpp", "ep")
 _TOKENS = ("batch_tokens", "max_len", "token_budget")
 
 RANGES: dict[str, Range] = {
@@ -84,6 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="NAME", help=f"a known model: {', '.join(MODELS)}")
     model.add_argument("--tp", type=int, default=1, help="tensor-parallel size (%(default)s)")
     model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (%(default)s)")
+    model.add_argument(
+        "--vpp", type=int, default=1, help="chunks of the model on a pipeline rank (%(default)s)"
+    )
     model.add_argument("--ep", type=int, default=1, help="expert-parallel size (%(default)s)")
     for name, default in _SIZES.items():
         flag = "--" + name.replace("_", "-")
@@ -144,6 +147,7 @@ def memory_plan(args: argparse.Namespace) -> MemoryPlan:
         num_ranks=args.ranks,
         tensor_parallel=args.tp,
         pipeline_parallel=args.pp,
+        virtual_stages=args.vpp,
         expert_parallel=args.ep,
         offloads_optimizer=args.offload_optimizer,
         recompute=args.recompute,
@@ -156,6 +160,8 @@ def _shape(args: argparse.Namespace) -> ModelShape:
         if given:
             raise ValueError(f"--model {args.model} has sizes, --{given[0]} must not be given too")
         model: Model = known_model(args.model)
+        if args.vpp > 1 and args.pp == 1:
+            raise ValueError(f"--vpp {args.vpp} needs --pp of at least 2, got {args.pp}")
         if args.ep > 1 and args.ranks % args.ep:
             raise ValueError(f"--ep {args.ep} does not divide --ranks {args.ranks}")
         return model.shape(args.tp, args.pp, args.ep)

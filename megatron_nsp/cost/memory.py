@@ -26,8 +26,9 @@ class MemoryPlan:
     Attributes:
         num_ranks: ranks of the data-parallel domain.
         tensor_parallel: tensor-parallel size.
-        pipeline_parallel: pipeline-parallel size; a first stage holds as many micro-batches.
+        pipeline_parallel: pipeline-parallel size.
         expert_parallel: expert-parallel size.
+        virtual_stages: chunks of the model on each pipeline rank.
         shards_weights: whether weights and gradients are sharded over the domain (FSDP).
         shards_optimizer: whether optimizer state is (FSDP or the distributed optimizer).
         offloads_optimizer: whether optimizer state is held by the host.
@@ -39,6 +40,7 @@ class MemoryPlan:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+    virtual_stages: int = 1
     shards_weights: bool = True
     shards_optimizer: bool = True
     offloads_optimizer: bool = False
@@ -101,19 +103,43 @@ def activation_bytes(model: Model, plan: MemoryPlan) -> float:
     """Bytes of activations on one rank for each token it holds in a micro-batch.
 
     `none` holds every layer whole; `selective` recomputes core attention; `full` holds each layer's
-    input, and one layer whole while it is recomputed. Logits are there once, at the end.
+    input, and one layer whole while it is recomputed. Logits are there at the end,
+    once for each pass through the output layer.
     """
-    tp, stages = plan.tensor_parallel, plan.pipeline_parallel
-    layers = model.num_layers // stages
+    tp = plan.tensor_parallel
+    layers = model.num_layers // plan.pipeline_parallel
     whole = layer_activation_bytes(model, tp, holds_attention=True)
     held = {
         "none": layers * whole,
         "selective": layers * layer_activation_bytes(model, tp, holds_attention=False) + whole,
         "full": layers * 2.0 * model.hidden + whole,
     }[plan.recompute]
-    # A first stage holds one micro-batch for each stage that is still under way.
-    logits = _LOGIT_BYTES * model.vocab_size / tp
-    return held * stages + logits
+    logits = _LOGIT_BYTES * model.num_outputs * model.vocab_size / tp
+    return held * micro_batches_in_flight(plan.pipeline_parallel, plan.virtual_stages) + logits
+
+
+def micro_batches_in_flight(
+    pipeline_parallel: int, virtual_stages: int = 1, group: int | None = None
+) -> float:
+    """Micro-batches that a first pipeline rank holds at once, where a step has enough of them.
+
+    One for each rank of the pipeline. With virtual stages, Megatron's first rank has run all chunks
+    but the last for a group of micro-batches, and twice as many passes more as there are ranks
+    after it, when it begins to alternate with backward. Each of these holds one chunk's layers:
+
+        p = 2 ranks, v = 2 chunks, groups of g = 2        2 (p - 1) + (v - 1) g + 1 = 5 passes
+        forward  1.0 2.0 1.1 2.1 3.0     backward 1.1     over 2 chunks: 2.5 micro-batches
+
+    Args:
+        pipeline_parallel: ranks of the pipeline (p).
+        virtual_stages: chunks of the model on each of them, of equally many layers (v).
+        group: micro-batches that run through a chunk before the next one's turn (g); as many as
+            ranks if not given.
+    """
+    if virtual_stages == 1:
+        return pipeline_parallel
+    group = pipeline_parallel if group is None else group
+    return (2 * (pipeline_parallel - 1) + (virtual_stages - 1) * group + 1) / virtual_stages
 
 
 def token_budget(model: Model, plan: MemoryPlan, memory_bytes: float) -> int:

@@ -34,6 +34,8 @@ class Model:
         value_dim: elements of a head of values; None = `head_dim`.
         projections: parameters of one layer's projections q, k, v and out where they are not four
             plain matrices, as in latent attention.
+        num_outputs: how often a token passes the output layer: once, and once for each depth of
+            multi-token prediction.
         num_windowed_layers: layers with a sliding window.
         window_left: most tokens before itself that a token sees in such a layer.
     """
@@ -57,6 +59,7 @@ class Model:
     is_tied: bool = False
     value_dim: int | None = None
     projections: int | None = None
+    num_outputs: int = 1
     num_windowed_layers: int = 0
     window_left: int = 0
 
@@ -154,7 +157,9 @@ class Model:
             head_dim=self.head_dim,
             dense_flops_per_token=2.0 * parameters / self.num_layers / tensor_parallel,
             bytes_per_element=bytes_per_element,
-            output_flops_per_token=2.0 * self.vocab_size * self.hidden / tensor_parallel,
+            output_flops_per_token=(
+                2.0 * self.num_outputs * self.vocab_size * self.hidden / tensor_parallel
+            ),
             expert_flops_per_token=2.0 * self.routed_parameters / self.num_layers / tensor_parallel,
             expert_bytes_per_token=expert_bytes * (1 - 1 / expert_parallel) / tensor_parallel,
             expert_degree=expert_parallel,

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import re
 from dataclasses import Field, fields
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -35,7 +36,7 @@ def add_nsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     A parser that has the flags stays as it is: Megatron patched with `patches/` adds them.
     """
-    if parser.get_default(_destination("batch_tokens")) is not None:
+    if parser.get_default(_destination("policy")) is not None:
         return parser
     group = parser.add_argument_group("nested sequence parallelism")
     hints, docs = get_type_hints(NSPConfig), field_docs()
@@ -50,13 +51,20 @@ def add_nsp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def escape_help(parser: argparse.ArgumentParser) -> None:
+    """Escapes a bare % in help texts, of which Megatron has one: `--help` would fail on it."""
+    for action in parser._actions:
+        action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
+
+
 def _argument(field: "Field[Any]", hint: Any) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_false" if field.default else "store_true"}
     if hint == tuple[int, ...] | None:
         return {"type": _integers, "metavar": "1,D,..."}
+    optional = {"nargs": "?", "const": field.metadata["const"]} if field.metadata else {}
     (type_,) = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
-    return {"type": type_}
+    return {"type": type_} | optional
 
 
 def _destination(field_name: str) -> str:

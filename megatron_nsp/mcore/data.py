@@ -8,12 +8,16 @@ collective that runs beside others, on Megatron's own data-parallel group.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from megatron_nsp.mcore.further_tokens import (
+    FurtherTokens,
+    further_tokens,
+    with_filler_token,
+)
 from megatron_nsp.mcore.readers import ReadRows, on_device
 from megatron_nsp.runtime.attention import NestedBatch
 from megatron_nsp.steps.step_planner import PlannedStep, Steps
@@ -28,11 +32,11 @@ class MicroBatch:
     Attributes:
         nested: the micro-batch's part of the plan.
         step_has_targets: whether any rank has a target in this step.
-        tokens: `[1, T]` int64 token ids; 0 in filler rows.
+        tokens: `[1, T]` int64 token ids; the filler token in filler rows.
         labels: `[1, T]` int64 the token after each token in its document; 0 without a target.
         loss_mask: `[1, T]` float32, 1 where there is a target.
         positions: `[T]` int64 place of each token in its own sample.
-        padding_mask: `[1, T]` bool, True in filler rows.
+        further: what each depth of multi-token prediction sees, depth 1 first.
     """
 
     nested: NestedBatch
@@ -41,7 +45,7 @@ class MicroBatch:
     labels: Tensor
     loss_mask: Tensor
     positions: Tensor
-    padding_mask: Tensor
+    further: tuple[FurtherTokens, ...] = ()
 
 
 class NestedDataIterator:
@@ -54,6 +58,7 @@ class NestedDataIterator:
         row_multiple: buffers are filled to a multiple of this many rows.
         overlap: stream the phases of consecutive nodes.
         on_step: called with each step before its first micro-batch, on every rank.
+        filler_token: token of filler rows.
     """
 
     def __init__(
@@ -64,10 +69,12 @@ class NestedDataIterator:
         row_multiple: int,
         overlap: bool,
         on_step: Callable[[PlannedStep], None],
+        filler_token: int = 0,
     ) -> None:
         """Plans nothing yet."""
         self._steps, self._read, self._rank = steps, read, rank
         self._row_multiple, self._overlap, self._on_step = row_multiple, overlap, on_step
+        self._filler_token = filler_token
         self._micro_batches = self._run()
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -111,15 +118,14 @@ class NestedDataIterator:
             orders=step.orders.of_rank(micro_batch, step.plan.tree, self._rank),
         )
         layout, rows = nested.layout, self._read(step, nested)
-        is_filler = np.arange(layout.buffer_tokens) >= layout.num_tokens
         return MicroBatch(
             nested=nested,
             step_has_targets=step.num_targets > 0,
-            tokens=rows.tokens.unsqueeze(0),
+            tokens=with_filler_token(rows.tokens, layout, self._filler_token).unsqueeze(0),
             labels=rows.labels.unsqueeze(0),
             loss_mask=rows.loss_mask.unsqueeze(0),
             positions=on_device(layout.positions),
-            padding_mask=on_device(is_filler).unsqueeze(0),
+            further=further_tokens(rows, layout, step.batch.lengths, self._filler_token),
         )
 
 

@@ -9,40 +9,58 @@ import torch
 from megatron_nsp.config import NSPConfig, flag
 from megatron_nsp.cost.profile import Profile, load_profile
 from megatron_nsp.mcore import validate
+from megatron_nsp.mcore.args import config_from_args
+from megatron_nsp.mcore.batch_sizes import BatchSizes
 from megatron_nsp.mcore.job_documents import JobDocuments
 from megatron_nsp.mcore.layers import set_hybrid_layers
 from megatron_nsp.mcore.policy import check_policy
-from megatron_nsp.mcore.refusals import check_arguments, check_kernel
-from megatron_nsp.mcore.sizes import heads_per_rank, longest_sample, set_batch_sizes
+from megatron_nsp.mcore.quantized import block_rows
+from megatron_nsp.mcore.refusals import check_arguments, check_kernel, check_micro_batches
+from megatron_nsp.mcore.replacements import apply_replacements
+from megatron_nsp.mcore.sizes import heads_per_rank, longest_sample
 from megatron_nsp.mcore.step_log import ExposedStep, step_line
+from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.runtime.groups import NestedGroups
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
 from megatron_nsp.steps.replay import PlanRecorder
 from megatron_nsp.steps.step_planner import PlannedStep
 
 
 @dataclass(frozen=True, eq=False)
-class StepSize:
+class JobSize:
     """How large the steps of a run are.
 
     Attributes:
-        num_micro_batches: micro-batches of a step, fixed for the run.
+        batches: tokens and micro-batches of each step.
         max_length: longest sample to train on, in tokens.
         row_multiple: buffers are filled to a multiple of this many rows.
     """
 
-    num_micro_batches: int
+    batches: BatchSizes
     max_length: int
     row_multiple: int
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace, num_ranks: int) -> "StepSize":
-        """Reads it off checked arguments whose batch sizes are set."""
-        max_length = longest_sample(args)
-        assert max_length is not None, "--seq-length is checked"
-        row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        return cls(int(args.global_batch_size) // num_ranks, max_length, row_multiple)
+    def from_args(cls, args: argparse.Namespace, lengths: IntArray, longest: int) -> "JobSize":
+        """Reads it off checked arguments.
+
+        Args:
+            args: Megatron's arguments with ours.
+            lengths: `[documents]` tokens of each document.
+            longest: longest sample to train on, in tokens.
+
+        Raises:
+            ValueError: a batch does not divide into micro-batches.
+        """
+        usable = lengths[(lengths > 0) & (lengths <= longest)]
+        return cls(BatchSizes.from_args(args, usable), longest, row_multiple(args))
+
+
+def row_multiple(args: argparse.Namespace) -> int:
+    """The multiple of rows that buffers are filled to."""
+    rows = block_rows(args)
+    # With sequence parallelism each tensor-parallel rank holds an equal part of the rows.
+    return rows * args.tensor_model_parallel_size if args.sequence_parallel else rows
 
 
 def use_own_gpu(args: argparse.Namespace) -> None:
@@ -108,58 +126,74 @@ class Job:
         size: how large its steps are.
         documents: what it trains and evaluates on.
         profile: the planner's cost profile.
+        notices: a line for each flag that is replaced.
         recorder: where this rank records plans, if anywhere.
     """
 
     args: argparse.Namespace
     config: NSPConfig
     tree: SPTree
-    size: StepSize
+    size: JobSize
     documents: JobDocuments
     profile: Profile
+    notices: tuple[str, ...]
     recorder: PlanRecorder | None
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace, config: NSPConfig) -> "Job":
+    def from_args(cls, args: argparse.Namespace) -> "Job":
         """Checks everything and opens the data.
 
-        Sets the arguments that others decide: layers of a hybrid model, batch sizes, and no
+        Sets the arguments that are replaced, those that `--hybrid-layer-pattern` decides, and no
         evaluation where there is nothing to evaluate on.
 
         Raises:
             ValueError: a flag cannot be used; one line that names it.
         """
+        replaced = apply_replacements(args)
+        config = config_from_args(args)
         config.validate()
         if not config.cpu:
             use_own_gpu(args)
         set_hybrid_layers(args)
         check_arguments(args)
-        set_batch_sizes(args)
         profile = open_profile(config)
         tree = validate.job_tree(args, config, profile)
         validate.check_input_layout(config, tree.num_ranks)
-        size = StepSize.from_args(args, tree.num_ranks)
-
         heads = heads_per_rank(args)
         documents = JobDocuments.open(args)
         documents.set_arguments(args)
         is_chunked = validate.is_always_chunked(config, tree, heads)
+        longest = longest_sample(args)
+        assert longest is not None, "--seq-length is checked"
         for opened in documents:
-            validate.check_lengths(config, opened, size.max_length, tree, is_chunked)
-        check_policy(config, tree, size.num_micro_batches, heads)
+            validate.check_lengths(config, opened, longest, tree, is_chunked)
+        size = JobSize.from_args(args, next(iter(documents)).lengths, longest)
+        args.hybrid_context_parallel = False  # its steps are counted; nothing else is to see it
+        evaluates = documents.valid is not None or documents.test is not None
+        numbers = {size.batches.valid(0).num_micro_batches} if evaluates else set[int]()
+        check_micro_batches(args, sorted(numbers | size.batches.micro_batch_numbers))
+        check_policy(config, tree, size.batches.train, heads)
         check_kernels(args, config)
-        return cls(args, config, tree, size, documents, profile, open_recorder(config))
+        recorder, notices = open_recorder(config), (*replaced, *documents.notices)
+        return cls(args, config, tree, size, documents, profile, notices, recorder)
 
-    def describe(self, groups: NestedGroups, kernel_name: str) -> str:
-        """One line on how the job runs."""
+    def describe(self, kernel_name: str | None = None) -> str:
+        """One line on how the job runs.
+
+        Args:
+            kernel_name: the kernel that was chosen; without it what the flags ask for.
+        """
+        nodes = [node for node in self.tree.nodes() if self.tree.degree(node) > 1]
+        num_domains = self.args.world_size // self.tree.num_ranks
         estimate = " (estimate)" if self.profile.is_estimate else ""
         return (
             f"nsp: {self.tree.num_ranks} ranks in the domain, degrees {list(self.tree.degrees)}, "
-            f"{groups.num_groups} of {groups.num_creations} groups on this rank, kernel "
-            f"{kernel_name}, profile {self.profile.name}{estimate}, policy {self.config.policy}, "
-            f"backend {self.config.backend}, input layout {self.config.input_layout}, "
-            f"{self.size.num_micro_batches} micro-batches a step of {self.config.batch_tokens} "
-            f"tokens, longest sample {self.size.max_length} tokens"
+            f"{len(self.tree.degrees) - (1 in self.tree.degrees)} of "
+            f"{len(nodes) * num_domains} groups on this rank, kernel "
+            f"{kernel_name or self.config.kernel}, profile {self.profile.name}{estimate}, "
+            f"policy {self.config.policy}, backend {self.config.backend}, "
+            f"input layout {self.config.input_layout}, {self.size.batches}, longest sample "
+            f"{self.size.max_length} tokens"
         )
 
     def log_step(self, step: PlannedStep, before: ExposedStep | None) -> None:

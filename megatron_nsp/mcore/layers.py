@@ -5,7 +5,6 @@ letter of `--hybrid-layer-pattern`.
 """
 
 import argparse
-import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.heterogeneous.heterogeneous_config import AttentionConfig, MLPConfig
 
 from megatron_nsp.mcore.spec import layer_window
+from megatron_nsp.mcore.stages import chunk_layers, chunk_sizes
 
 ATTENTION_LAYERS = "*+"
 """How a hybrid layer pattern writes attention and latent attention."""
@@ -89,25 +89,21 @@ def _have_experts(args: argparse.Namespace) -> list[bool]:
     return [kind == 1 for kind in args.moe_layer_freq]
 
 
+def mtp_layers(args: argparse.Namespace) -> list[Layer]:
+    """The layers of multi-token prediction, one a depth: each like the model's last."""
+    depths = args.mtp_num_layers or 0
+    return layers_of(args)[-1:] * depths if depths else []
+
+
 def layers_of_stages(args: argparse.Namespace) -> list[list[Layer]]:
-    """The layers of each pipeline stage: equal shares where the arguments say nothing else."""
-    pattern, layers = args.hybrid_layer_pattern, layers_of(args)
-    if pattern is not None and "|" in pattern:
-        sizes = [len(stage) for stage in pattern.split("|")]
-    else:
-        sizes = stage_sizes(args)
-    starts = itertools.accumulate(sizes, initial=0)
-    return [layers[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    """The layers of each pipeline rank, those of all its chunks.
 
-
-def stage_sizes(args: argparse.Namespace) -> list[int]:
-    """How many layers each pipeline stage has."""
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    given = [layers for layers in (first, last) if layers is not None]
-    others = args.pipeline_model_parallel_size - len(given)
-    rest = -(-(args.num_layers - sum(given)) // others) if others > 0 else 0
-    ends = ([] if first is None else [first]), ([] if last is None else [last])
-    return [*ends[0], *[rest] * others, *ends[1]]
+    Those of multi-token prediction are on the last one.
+    """
+    layers = layers_of(args)
+    ranks = [[layers[place] for chunk in rank for place in chunk] for rank in chunk_layers(args)]
+    ranks[-1] += mtp_layers(args)
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -162,30 +158,41 @@ def layer_windows(args: argparse.Namespace) -> list[int]:
         for number, layer in enumerate(layers_of(args), 1)
         if layer.has_attention
     ]
+    for depth in range(args.mtp_num_layers or 0):  # counted from 1 again
+        windows.append(layer_window(args, 1 if args.mtp_use_repeated_layer else depth + 1))
     return [window for window in windows if window is not None]
 
 
-def recomputed_layers(args: argparse.Namespace) -> int:
-    """Layers whose attention a backward pass runs again, on the pipeline stage that has most."""
+def recomputed(args: argparse.Namespace) -> str:
+    """What a backward pass runs again of attention, as the cost model calls it."""
     # Megatron's validation turns the first into the second, and removes it.
     is_selective = getattr(args, "recompute_activations", False)
     granularity = "selective" if is_selective else args.recompute_granularity
-    largest_stage = max(stage_sizes(args))
     if granularity == "selective":
-        modules = args.recompute_modules or ["core_attn"]
-        return largest_stage if "core_attn" in modules else 0
-    if granularity == "full" and args.recompute_method == "block":
-        return min(largest_stage, args.recompute_num_layers or 0)
-    return largest_stage if granularity == "full" else 0
+        return granularity if "core_attn" in (args.recompute_modules or ["core_attn"]) else "none"
+    is_block = args.recompute_method == "block"
+    is_full = granularity == "full" and not (is_block and not args.recompute_num_layers)
+    return "full" if is_full else "none"
 
 
-def recomputed(args: argparse.Namespace) -> str:
-    """What a backward pass runs again, as the cost model calls it."""
-    if recomputed_layers(args) == 0:
-        return "none"
-    return "full" if args.recompute_granularity == "full" else "selective"
+def recomputed_layers(args: argparse.Namespace) -> int:
+    """Layers whose attention a backward pass runs again, on the pipeline rank that has most."""
+    how = recomputed(args)
+    if how == "none":
+        return 0
+    if how == "full" and args.recompute_method == "block":
+        # Of whole blocks Megatron recomputes no layer of multi-token prediction.
+        of_chunk = args.recompute_num_layers
+        return max(sum(min(size, of_chunk) for size in rank) for rank in chunk_sizes(args))
+    return _largest_rank(args)
+
+
+def _largest_rank(args: argparse.Namespace) -> int:
+    """Layers of the pipeline rank that has most, those of multi-token prediction with them."""
+    sizes = [sum(rank) for rank in chunk_sizes(args)]
+    return max(*sizes, sizes[-1] + (args.mtp_num_layers or 0))
 
 
 def recompute_share(args: argparse.Namespace) -> float:
-    """Share of the layers of a pipeline stage that it runs again."""
-    return recomputed_layers(args) / max(stage_sizes(args))
+    """Share of the layers of a pipeline rank that it runs again."""
+    return recomputed_layers(args) / _largest_rank(args)

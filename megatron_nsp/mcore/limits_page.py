@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from megatron_nsp.mcore.page import cell, with_section
 from megatron_nsp.mcore.refusal import Refusal
 from megatron_nsp.mcore.refusals import KERNEL_REFUSALS, REFUSALS
 
 BEGIN = "<!-- written by python -m megatron_nsp.mcore.limits_page; change refusals.py instead -->"
-END = "<!-- end -->"
 
 
 def refusals_section() -> str:
@@ -29,16 +29,12 @@ def _topic(name: str, rows: Sequence[Refusal]) -> Iterator[str]:
     # Rows that say the same of flag after flag are one line.
     for (says, reason), alike in groupby(rows, lambda row: (_says(row), row.reason)):
         flags = ", ".join(f"`{row.flag}`" for row in alike)
-        yield f"| {flags} | `{_cell(says)}` | {_cell(reason)} |"
+        yield f"| {flags} | `{cell(says)}` | {cell(reason)} |"
 
 
 def _says(row: Refusal) -> str:
     """A message without its flag at the head, and with dots where the values of a job stand."""
     return re.sub(r"{[^}]*}", "...", row.message).removeprefix(row.flag).strip()
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def with_refusals(page: str) -> str:
@@ -47,11 +43,7 @@ def with_refusals(page: str) -> str:
     Raises:
         ValueError: the page has not both marks, once each.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in after:
-        raise ValueError(f"the page needs the lines {BEGIN} and {END}, once each")
-    return f"{before}{BEGIN}\n\n{refusals_section()}\n\n{END}{after}"
+    return with_section(page, BEGIN, refusals_section())
 
 
 def main(path: str) -> None:

@@ -10,7 +10,10 @@ from megatron.training.models.gpt import default_layer_spec
 
 from megatron_nsp.cost.models import Model
 from megatron_nsp.cost.shape import ModelShape
+from megatron_nsp.mcore import mtp
 from megatron_nsp.mcore.layers import LayerCounts, layer_windows, recomputed_layers
+from megatron_nsp.mcore.moe.figures import add_up_over_domain
+from megatron_nsp.mcore.quantized import block_rows, embed_fillers_as_zeros
 from megatron_nsp.mcore.rope import use_positions
 from megatron_nsp.mcore.spec import exchange_core_attention, nested_spec, output_stays
 from megatron_nsp.plan.saving import SavedSizes
@@ -31,13 +34,19 @@ def model_config(args: argparse.Namespace) -> Any:
         config.hybrid_stack_spec = exchange_core_attention(spec or hybrid_stack())
     else:
         config.transformer_layer_spec = nested_spec(spec or default_layer_spec)
-    config.pre_wrap_hooks.append(use_positions)
+    config.pre_wrap_hooks += [use_positions, add_up_over_domain]
+    if block_rows(args) > 1:
+        config.pre_wrap_hooks.append(embed_fillers_as_zeros)
+    if args.mtp_num_layers:
+        mtp.install()
     return config
 
 
 def hybrid_stack() -> Any:
     """Megatron's stack of a hybrid model, copied down to what is exchanged in it."""
-    stack, layers = hybrid_stack_spec.submodules, {}
+    stack = hybrid_stack_spec.submodules
+    experts = stack.moe_layer
+    layers = {"moe_layer": replace(experts, submodules=replace(experts.submodules))}
     for name in ("attention_layer", "mla_layer"):
         layer = getattr(stack, name)
         attention = layer.submodules.self_attention
@@ -72,6 +81,7 @@ def model_of(args: argparse.Namespace) -> Model:
         shared_width=shared_width,
         is_gated=args.swiglu,
         is_tied=not args.untie_embeddings_and_output_weights,
+        num_outputs=1 + (args.mtp_num_layers or 0),
         value_dim=args.v_head_dim if is_latent else None,
         projections=latent_projections(args) if is_latent else None,
         num_windowed_layers=len(windows),

@@ -1,15 +1,17 @@
 """What Megatron carries through the layers of one micro-batch.
 
-Megatron hands `packed_seq_params` unchanged to the rotary embedding and to core attention, in the
-first forward of a layer and in the one that recomputes it. Our subclass travels there, so that no
-module holds state.
+Megatron hands `packed_seq_params` unchanged to the rotary embedding, to every layer and to core
+attention, in the first forward of a layer and in the one that recomputes it. Our subclass travels
+there, so that no module holds state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_nsp.mcore.further_tokens import FurtherTokens
+from megatron_nsp.mcore.moe.rows import RoutedRows
 from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch
 
 
@@ -24,22 +26,34 @@ class NestedSeqParams(PackedSeqParams):
         nested: the micro-batch.
         runtime: groups, kernel and queue.
         positions: `[T]` int64 place of each token in its own sample.
+        rows: what routers know of the rows; None in a model without experts.
+        further: what each depth of multi-token prediction sees, depth 1 first.
+        depth: the depth that runs; 0 = the model itself.
     """
 
     nested: NestedBatch | None = None
     runtime: AttentionRuntime | None = None
     positions: torch.Tensor | None = None
+    rows: RoutedRows | None = None
+    further: tuple[FurtherTokens, ...] = ()
+    depth: int = 0
 
     @classmethod
     def of(
-        cls, nested: NestedBatch, runtime: AttentionRuntime, positions: torch.Tensor
+        cls,
+        nested: NestedBatch,
+        runtime: AttentionRuntime,
+        positions: torch.Tensor,
+        rows: RoutedRows | None = None,
+        further: tuple[FurtherTokens, ...] = (),
     ) -> "NestedSeqParams":
         """The parameters of a forward pass of one micro-batch.
 
-        A batch that runs once more, because Megatron repeats a step or something failed midway,
-        begins without what layers saved the time before.
+        What layers save belongs to this one pass: chunks of a model that share a pipeline rank run
+        the same micro-batch one after the other, and a batch that runs once more, because Megatron
+        repeats a step or something failed midway, begins without what was saved the time before.
         """
-        nested.saved_outputs.clear()
+        nested = replace(nested, saved_outputs={})
         longest = nested.layout.max_length
         return cls(
             qkv_format="sbhd",
@@ -48,4 +62,6 @@ class NestedSeqParams(PackedSeqParams):
             nested=nested,
             runtime=runtime,
             positions=positions,
+            rows=rows,
+            further=further,
         )

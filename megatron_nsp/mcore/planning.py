@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from megatron_nsp.plan.saving import NOTHING_SAVED, SavedSamples, SavedSizes, ma
 from megatron_nsp.planner import plan_batch
 from megatron_nsp.simulator.order_search import choose_orders
 from megatron_nsp.steps.replay import PlanReplay
-from megatron_nsp.steps.sampler import Batch, BatchSampler
+from megatron_nsp.steps.sampler import Batch, BatchSampler, StepSizes
 from megatron_nsp.steps.step_planner import (
     CarriedOf,
     PlanBatch,
@@ -71,7 +72,7 @@ class JobPlanning:
         path = replayed_path(self.job.config)
         plan_batch, carried_of = self._searching if path is None else self._replaying(path)
         return StepPlanner(
-            self._sampler(documents),
+            self._sampler(documents, self.job.size.batches.train),
             plan_batch,
             self.job.config.plan_ahead,
             carried_of,
@@ -89,7 +90,7 @@ class JobPlanning:
         """
         plan_batch, carried_of = self._searching
         return StepPlanner(
-            self._sampler(documents),
+            self._sampler(documents, self.job.size.batches.valid),
             plan_batch,
             self.job.config.plan_ahead,
             carried_of,
@@ -99,21 +100,19 @@ class JobPlanning:
 
     def one_pass(self, documents: Documents) -> list[PlannedStep]:
         """The steps in which every document is evaluated once, all of them planned."""
-        sampler, steps = self._sampler(documents, once=True), []
-        planner = StepPlanner(sampler, self._searched, 0, order_nodes=self._order_nodes)
+        sampler = self._sampler(documents, self.job.size.batches.valid, once=True)
+        planner, steps = StepPlanner(sampler, self._searched, 0, order_nodes=self._order_nodes), []
         while not sampler.is_over:
             steps.append(planner.next_step())
         return steps
 
-    def _sampler(self, documents: Documents, once: bool = False) -> BatchSampler:
-        config, job = self.job.config, self.job
+    def _sampler(
+        self, documents: Documents, size_of: StepSizes, once: bool = False
+    ) -> BatchSampler:
+        job = self.job
+        blend = None if once else documents.blend
         return BatchSampler(
-            documents.lengths,
-            config.batch_tokens,
-            job.size.max_length,
-            job.args.seed,
-            None if once else documents.blend,
-            once,
+            documents.lengths, size_of, job.size.max_length, job.args.seed, blend, once
         )
 
     def _mark_saved(self, plan: Plan) -> SavedSamples:
@@ -125,16 +124,16 @@ class JobPlanning:
         return choose_orders(plan, self.cost) if self.job.config.overlap else ALL_ROOT_FIRST
 
     def _searched(self, batch: Batch) -> tuple[Plan, PlanScore]:
-        return plan_carried_first(batch, self._search)
+        return plan_carried_first(batch, partial(self._search, batch.num_micro_batches))
 
-    def _search(self, lengths: IntArray) -> tuple[Plan, PlanScore]:
+    def _search(self, num_micro_batches: int, lengths: IntArray) -> tuple[Plan, PlanScore]:
         job, is_replay = self.job, replayed_path(self.job.config) is not None
         result = plan_batch(
             lengths,
             job.tree,
             self.cost,
             token_budget=job.config.token_budget,
-            num_micro_batches=job.size.num_micro_batches,
+            num_micro_batches=num_micro_batches,
             policy="auto" if is_replay else job.config.policy,
             compares_all=False,
             more_policies=MEGATRON_POLICIES,
@@ -149,7 +148,7 @@ class JobPlanning:
 
     def _replaying(self, path: str) -> tuple[PlanBatch, CarriedOf]:
         job = self.job
-        replay = PlanReplay(path, job.tree, job.size.num_micro_batches, job.config.token_budget)
+        replay = PlanReplay(path, job.tree, job.size.batches.train, job.config.token_budget)
 
         def replay_batch(batch: Batch) -> tuple[Plan, PlanScore]:
             plan = replay.plan(batch.lengths)

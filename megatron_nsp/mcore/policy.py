@@ -7,6 +7,7 @@ from megatron_nsp.mcore.hybrid_cp import MEGATRON_POLICIES
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import check_can_train, policy_names
 from megatron_nsp.steps.replay import PlanReplay
+from megatron_nsp.steps.sampler import StepSizes
 
 _REPLAY_PREFIX = "file:"
 
@@ -19,14 +20,14 @@ def replayed_path(config: NSPConfig) -> str | None:
 
 
 def check_policy(
-    config: NSPConfig, tree: SPTree, num_micro_batches: int, heads: tuple[int, int]
+    config: NSPConfig, tree: SPTree, size_of: StepSizes, heads: tuple[int, int]
 ) -> None:
     """Checks that the policy exists and can plan a training run.
 
     Args:
         config: the settings.
         tree: the SP tree.
-        num_micro_batches: micro-batches of a step.
+        size_of: the size of each step.
         heads: query and key/value heads on a tensor-parallel rank.
 
     Raises:
@@ -36,7 +37,7 @@ def check_policy(
     if path is not None:
         if config.record_plans and os.path.realpath(config.record_plans) == os.path.realpath(path):
             raise ValueError(f"{flag('record_plans')} {path} would overwrite the plans it replays")
-        PlanReplay(path, tree, num_micro_batches, config.token_budget, heads)
+        PlanReplay(path, tree, size_of, config.token_budget, heads)
         return
     names = policy_names(tree, MEGATRON_POLICIES)
     if config.policy not in names:

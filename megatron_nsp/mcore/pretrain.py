@@ -6,12 +6,15 @@ main() -> check flags (no process group yet) -> megatron.training.pretrain
 """
 
 import argparse
-import dataclasses
+import contextlib
+import io
+import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,29 +22,44 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
-from megatron.training import get_tokenizer, pretrain
+from megatron.core.utils import StragglerDetector
+from megatron.training import get_tokenizer, pretrain, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.checkpointing import load_args_from_checkpoint
+from megatron.training.config import PretrainConfigContainer
+from megatron.training.global_vars import set_global_variables
 
 from megatron_nsp.mcore import parallel_state, resume
-from megatron_nsp.mcore.args import add_nsp_args, config_from_args
+from megatron_nsp.mcore.args import add_nsp_args, escape_help
+from megatron_nsp.mcore.assumed import assume_what_is_missing, set_vocabulary
+from megatron_nsp.mcore.check import check_report
 from megatron_nsp.mcore.cpu.args import set_cpu_defaults
 from megatron_nsp.mcore.cuda_connections import describe_connections
-from megatron_nsp.mcore.data import NestedDataIterator
+from megatron_nsp.mcore.data import MicroBatch, NestedDataIterator
 from megatron_nsp.mcore.documents import Documents
 from megatron_nsp.mcore.fixes import at_start
+from megatron_nsp.mcore.flags import without_effect
 from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.job import Job
 from megatron_nsp.mcore.loss import checked_loss, per_token_loss
 from megatron_nsp.mcore.model import model_config
+from megatron_nsp.mcore.moe.rows import RoutedRows
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.planning import JobPlanning
+from megatron_nsp.mcore.quantized import FILLER_TOKEN, block_rows
 from megatron_nsp.mcore.readers import EndOfDocument, PlanReader, ReadRows, StaticReader
+from megatron_nsp.mcore.refusals import check_words
+from megatron_nsp.mcore.replacements import replace_validated
 from megatron_nsp.mcore.step_log import ExposedStep
-from megatron_nsp.runtime.attention import AttentionRuntime
+from megatron_nsp.mcore.verdict import in_one_line, one_line, refuse_usage
+from megatron_nsp.runtime.attention import AttentionRuntime, NestedBatch
 from megatron_nsp.runtime.executor import NodeError, build_queue
 from megatron_nsp.runtime.kernels import choose_kernel, choose_native
 from megatron_nsp.steps.step_planner import PlannedStep, RepeatedSteps, Steps
+
+MEGATRON_DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 1}
+"""What `pretrain_gpt.py` falls back to, and the size of a micro-batch."""
 
 REFUSAL_WAIT_S = 10.0
 """How long a rank that refuses lets rank 0 speak first."""
@@ -50,6 +68,8 @@ REFUSAL_WAIT_S = 10.0
 def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our flags to Megatron's parser and sets the defaults nested attention needs."""
     add_nsp_args(parser)
+    escape_help(parser)
+    parser.error = refuse_usage  # type: ignore[method-assign]
     parser.set_defaults(
         attention_dropout=0.0,
         eval_interval=1000,
@@ -66,30 +86,40 @@ def parse_job() -> tuple[argparse.Namespace, Job]:
     Raises:
         ValueError: a flag cannot be used; one line that names it.
     """
-    raw = parse_args(add_args)
-    job = Job.from_args(raw, config_from_args(raw))
-    defaults = {
-        "micro_batch_size": 1,
-        "global_batch_size": job.tree.num_ranks * job.size.num_micro_batches,
-        "dataloader_type": "external",
-    }
-    try:
-        args = parse_and_validate_args(add_args, args_defaults=defaults)
-    except AssertionError as error:  # how Megatron refuses flags
-        raise ValueError(_one_line(error)) from error
-    except (AttributeError, LookupError, OSError, TypeError) as error:  # files that flags name
-        raise ValueError(f"{type(error).__name__}: {_one_line(error)}") from error
-    args.dataloader_type = raw.dataloader_type
-    job.documents.set_arguments(args)
-    return args, dataclasses.replace(job, args=args)
+    check_words(sys.argv)
+    with in_one_line(is_parsing=True):
+        args = parse_args(add_args)
+    if args.nsp_check:
+        args.world_size = args.nsp_check
+    with in_one_line():
+        if args.use_checkpoint_args:
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
+    for name, value in MEGATRON_DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    job = Job.from_args(args)
+    notices = [*job.notices, *without_effect(sys.argv)]
+    with in_one_line():
+        validate_args(args)
+        if job.config.check is None:
+            set_global_variables(args)
+        else:  # what set_global_variables also opens (writers of logs) is for a run
+            notices += set_vocabulary(args)
+    replace_validated(args)
+    return args, replace(job, notices=tuple(notices))
 
 
-def _one_line(error: BaseException) -> str:
-    """An error's text in one line; an assertion often has none, then its place says more."""
-    if text := str(error).strip():
-        return " ".join(text.split())
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"at {place.filename}:{place.lineno}: {place.line}"
+def configure(args: argparse.Namespace, job: Job) -> PretrainConfigContainer:
+    """Megatron's configuration of the run, with nested attention in its model.
+
+    Raises:
+        ValueError: Megatron or the planner's cost model refuses a flag; one line that names it.
+    """
+    with in_one_line():
+        config = pretrain_cfg_container_from_args(args, model_config(args))
+        JobPlanning.of(job)
+    return config
 
 
 class Trainer:
@@ -115,6 +145,8 @@ class Trainer:
         self.step: PlannedStep | None = None
         self.last_step: ExposedStep | None = None
         self._iterators: list[NestedDataIterator] = []
+        self._straggler = StragglerDetector()  # Megatron's only one: `--log-straggler`
+        self._documents: tuple[PlannedDocuments | None, ...] | None = None
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> "Trainer":
@@ -131,7 +163,8 @@ class Trainer:
         """
         if args.dataloader_type == "single":
             args.dataloader_type = None  # Megatron's validation filled in its default
-        job = Job.from_args(args, config_from_args(args))
+        job = Job.from_args(args)
+        replace_validated(args)
         at_start.apply()
         parallel_state.configure(job.tree)
         resume.compare_on_load(args, job)
@@ -139,9 +172,17 @@ class Trainer:
 
     def datasets(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
-    ) -> tuple[PlannedDocuments | None, PlannedDocuments | None, PlannedDocuments | None]:
-        """A dataset provider for a patched tree, whose loader asks the datasets for iterators."""
-        self._open_runtime()
+    ) -> tuple[PlannedDocuments | None, ...]:
+        """A dataset provider for a patched tree, whose loader asks the datasets for iterators.
+
+        Megatron asks once for every chunk of the model; all of them get the same documents.
+        """
+        if self._documents is None:
+            self._open_runtime()
+            self._documents = self._open_documents()
+        return self._documents
+
+    def _open_documents(self) -> tuple[PlannedDocuments | None, ...]:
         planning, documents = JobPlanning.of(self.job), self.job.documents
         behind = 0 if self.args.skip_train else resume.evaluated_steps(self.args)
 
@@ -168,16 +209,25 @@ class Trainer:
 
     def __call__(
         self, train_val_test_num_samples: Any, vp_stage: int | None = None
-    ) -> tuple[NestedDataIterator | None, NestedDataIterator | None, NestedDataIterator | None]:
-        """Megatron's dataset provider: iterators of planned micro-batches."""
-        train, valid, test = self.datasets(train_val_test_num_samples, vp_stage)
-        return (
-            train.iterator() if train else None,
-            valid.iterator() if valid else None,
-            test.iterator() if test else None,
-        )
+    ) -> tuple[Iterator[MicroBatch] | None, ...]:
+        """Megatron's dataset provider: iterators of planned micro-batches, for one chunk."""
+        parts = self.datasets(train_val_test_num_samples, vp_stage)
+        return tuple(part.iterator() if part else None for part in parts)
+
+    def _step_lengths(self) -> tuple[float | None, float | None]:
+        """Tokens of the step that ran, and the sum of its samples' squared lengths.
+
+        Megatron works out floating-point operations from them; it would sum over all ranks what the
+        plan knows.
+        """
+        if self.step is None:
+            return None, None
+        plan = self.step.plan
+        lengths = plan.lengths[plan.micro_batch >= 0].astype(float)
+        return float(lengths.sum()), float((lengths**2).sum())
 
     def _open_runtime(self) -> None:
+        training.consume_seqlen_stats_in_iteration = self._step_lengths
         groups = parallel_state.get_nested_groups()
         device = torch.device("cpu" if self.job.config.cpu else "cuda")
         self.runtime = AttentionRuntime(
@@ -187,9 +237,7 @@ class Trainer:
             choose_native(self.job.config.backend, device),
         )
         if dist.get_rank() == 0:
-            print(self.job.describe(groups, self.runtime.kernel.name), flush=True)
-            for notice in self.job.documents.notices:
-                print(f"nsp: {notice}", flush=True)
+            print(self.job.describe(self.runtime.kernel.name), flush=True)
             if device.type == "cuda":
                 value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
                 print(*describe_connections(value, self.job.config.overlap), sep="\n", flush=True)
@@ -202,7 +250,10 @@ class Trainer:
     ) -> PlannedDocuments | None:
         if documents is None:
             return None
-        return PlannedDocuments(lambda: self._iterator(plan(documents), documents, on_step))
+        num_chunks = self.args.virtual_pipeline_model_parallel_size or 1
+        return PlannedDocuments(
+            lambda: self._iterator(plan(documents), documents, on_step), num_chunks
+        )
 
     def _iterator(
         self, steps: Steps, documents: Documents, on_step: Callable[[PlannedStep], None]
@@ -214,16 +265,19 @@ class Trainer:
             self.job.size.row_multiple,
             self.job.config.overlap,
             on_step,
+            FILLER_TOKEN if block_rows(self.args) > 1 else 0,
         )
         self._iterators.append(iterator)
         return iterator
 
     def _reader(self, documents: Documents) -> ReadRows:
         degree, end = self.job.config.static_degree, self._end_of_document()
+        num_further = self.args.mtp_num_layers or 0
         if degree is None:
-            return PlanReader(documents, end)
+            return PlanReader(documents, num_further, end)
         group = mpu.get_data_parallel_group()
-        return StaticReader(documents, degree, self.job.size.row_multiple, group, end)
+        row_multiple = self.job.size.row_multiple
+        return StaticReader(documents, degree, row_multiple, group, num_further, end)
 
     def _end_of_document(self) -> EndOfDocument | None:
         restarting = [
@@ -261,24 +315,34 @@ class Trainer:
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """Megatron's forward step: the losses of one micro-batch and how to sum them."""
-        batch = next(data_iterator)
+        with self._straggler(bdata=True):
+            batch = next(data_iterator)
         assert self.runtime is not None
-        params = NestedSeqParams.of(batch.nested, self.runtime, batch.positions)
-        extra = {"padding_mask": batch.padding_mask} if self.args.num_experts else {}
-        losses = model(
-            batch.tokens,
-            batch.positions.unsqueeze(0),
-            None,
-            labels=batch.labels,
-            packed_seq_params=params,
-            **extra,
+        rows = self._routed_rows(batch.nested) if self.args.num_experts else None
+        params = NestedSeqParams.of(
+            batch.nested, self.runtime, batch.positions, rows, batch.further
         )
+        with self._straggler:
+            losses = model(
+                batch.tokens,
+                batch.positions.unsqueeze(0),
+                None,
+                labels=batch.labels,
+                packed_seq_params=params,
+            )
         loss = partial(
             checked_loss if self.args.check_for_nan_in_loss_and_grad else per_token_loss,
             loss_mask=batch.loss_mask,
             step_has_targets=batch.step_has_targets,
         )
         return losses, loss
+
+    def _routed_rows(self, nested: NestedBatch) -> RoutedRows:
+        """The rows that this tensor-parallel rank's routers see, on every pipeline stage."""
+        if not self.args.sequence_parallel:
+            return RoutedRows(nested)
+        ranks = self.args.tensor_model_parallel_size
+        return RoutedRows(nested, mpu.get_tensor_model_parallel_rank(), ranks)
 
     def end(self) -> None:
         """Prints what was measured in the last step."""
@@ -299,7 +363,24 @@ class Trainer:
         if isinstance(error, NodeError) and self.step is not None:
             documents = self.step.batch.documents[error.samples].tolist()
             where.append(f"documents {documents[:8]}{'...' if len(documents) > 8 else ''}")
-        return f"nsp: {', '.join(where)}: {type(error).__name__}: {_one_line(error)}"
+        return f"nsp: {', '.join(where)}: {type(error).__name__}: {one_line(error)}"
+
+
+def check() -> None:
+    """Says what the job of a command line would be, and starts nothing (`--nsp-check`).
+
+    Exits with 2 and one line for flags that cannot be used.
+    """
+    logging.disable(logging.INFO)  # what Megatron says of its data sets
+    assumed = [] if "--nsp-cpu" in sys.argv else assume_what_is_missing()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all of its arguments
+            args, job = parse_job()
+            configure(args, job)
+        for line in check_report(args, job, assumed):
+            print(line, flush=True)
+    except ValueError as error:
+        refuse(error)
 
 
 def refuse(error: ValueError) -> NoReturn:
@@ -323,16 +404,19 @@ def main() -> None:
 
     Exits with 2 and one line for flags that cannot be used: from rank 0 alone.
     """
+    if any(word.split("=")[0] == "--nsp-check" for word in sys.argv):
+        return check()
     try:
         args, job = parse_job()
-        model = model_config(args)  # Megatron checks the model's own flags here
+        config = configure(args, job)
     except ValueError as error:
         refuse(error)
+    if args.rank == 0:
+        print(*(f"nsp: {notice}" for notice in job.notices), sep="\n", flush=True)
     at_start.apply()
     parallel_state.install(job.tree)
     resume.compare_on_load(args, job)
     trainer = Trainer(args, job)
-    config = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(config, trainer, ModelType.encoder_or_decoder, trainer.forward_step)
         trainer.end()

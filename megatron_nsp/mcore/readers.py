@@ -28,11 +28,13 @@ class TokenRows(NamedTuple):
         tokens: int64 token ids; 0 in filler rows.
         labels: int64 the token after each token in its document; 0 without a target.
         loss_mask: float32, 1 where there is a target.
+        further: int64 the tokens after the label, the nearest first; 0 after a document's end.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
+    further: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,10 @@ def read_tokens(
     step_documents: np.ndarray,
     lengths: np.ndarray,
     documents: Documents,
+    num_further: int = 0,
     end: EndOfDocument | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, labels and loss mask of a rank's buffer, `[T]` each.
+) -> tuple[np.ndarray, ...]:
+    """Tokens, labels, loss mask and further tokens of a rank's buffer, `[T]` each.
 
     Labels are the documents' own next tokens, so a target may lie beyond the rank's slice; the last
     token of a document has none.
@@ -90,24 +93,27 @@ def read_tokens(
         step_documents: `[n]` document of each sample.
         lengths: `[n]` tokens of each sample.
         documents: where to read.
+        num_further: how many tokens after the label to bring.
         end: what the end of a document does inside of one; nothing without it.
     """
     rows = layout.buffer_tokens
-    tokens, labels = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    ahead = np.zeros((2 + num_further, rows), dtype=np.int64)  # row k: the token k after each
     loss_mask = np.zeros(rows, dtype=np.float32)
     row = 0
     for sample, start, stop in layout.segments:
         last = int(lengths[sample])
         document = int(step_documents[sample])
-        read = documents.read(document, start, min(stop + 1, last))
+        read = documents.read(document, start, min(stop + 1 + num_further, last))
+        for steps, tokens in enumerate(ahead):
+            known = read[steps : steps + stop - start]
+            tokens[row : row + len(known)] = known
         num_targets = min(stop, last - 1) - start
-        tokens[row : row + stop - start] = read[: stop - start]
-        labels[row : row + num_targets] = read[1 : 1 + num_targets]
         loss_mask[row : row + num_targets] = (
             1.0 if end is None else end.mask(documents.name_of(document), start, read[:num_targets])
         )
         row += stop - start
-    return tokens, labels, loss_mask
+    tokens, labels, *further = ahead
+    return tokens, labels, loss_mask, *further
 
 
 @dataclass(frozen=True)
@@ -116,19 +122,27 @@ class PlanReader:
 
     Attributes:
         documents: where to read.
+        num_further: how many tokens after the label to bring.
         end: what the end of a document does inside of one.
     """
 
     documents: Documents
+    num_further: int = 0
     end: EndOfDocument | None = None
 
     def __call__(self, step: PlannedStep, nested: NestedBatch) -> TokenRows:
         """The rows of a micro-batch; communicates nothing."""
         batch = step.batch
         columns = read_tokens(
-            nested.layout, batch.documents, batch.lengths, self.documents, self.end
+            nested.layout,
+            batch.documents,
+            batch.lengths,
+            self.documents,
+            self.num_further,
+            self.end,
         )
-        return TokenRows(*map(on_device, columns))
+        tokens, labels, loss_mask, *further = map(on_device, columns)
+        return TokenRows(tokens, labels, loss_mask, tuple(further))
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +154,7 @@ class StaticReader:
         degree: ranks of a static group.
         row_multiple: buffers of the plan are filled to a multiple of this many rows.
         group: the domain's group.
+        num_further: how many tokens after the label to bring.
         end: what the end of a document does inside of one.
     """
 
@@ -147,20 +162,25 @@ class StaticReader:
     degree: int
     row_multiple: int
     group: dist.ProcessGroup
+    num_further: int = 0
     end: EndOfDocument | None = None
 
     def __call__(self, step: PlannedStep, nested: NestedBatch) -> TokenRows:
-        """The rows of a micro-batch; one all-to-all for tokens, labels and loss mask together."""
+        """The rows of a micro-batch; one all-to-all for all of them together."""
         batch, rank = step.batch, nested.layout.rank
         layout = static_layout(step.plan, rank, self.degree, nested.micro_batch)
-        columns = read_tokens(layout, batch.documents, batch.lengths, self.documents, self.end)
+        columns = read_tokens(
+            layout, batch.documents, batch.lengths, self.documents, self.num_further, self.end
+        )
         reshard_map = ReshardMap.build(
             step.plan, nested.micro_batch, rank, self.degree, self.row_multiple
         )
         # The loss mask is 0 or 1, so it travels as a third column of integers.
         x_static = on_device(np.stack(columns, axis=1).astype(np.int64))
-        tokens, labels, loss_mask = to_plan(x_static, reshard_map, self.group).T.contiguous()
-        return TokenRows(tokens, labels, loss_mask.float())
+        tokens, labels, loss_mask, *further = to_plan(
+            x_static, reshard_map, self.group
+        ).T.contiguous()
+        return TokenRows(tokens, labels, loss_mask.float(), tuple(further))
 
 
 def on_device(values: np.ndarray) -> Tensor:

@@ -6,8 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_nsp.mcore.layers import recomputed_layers
-from megatron_nsp.mcore.sizes import domain_size, kv_heads, longest_sample
+from megatron_nsp.mcore.layers import recomputed
+from megatron_nsp.mcore.sizes import (
+    domain_size,
+    kv_heads,
+    longest_sample,
+    micro_batch_group,
+    num_micro_batches,
+)
+from megatron_nsp.mcore.stages import layers_of_a_rank, stage_error, virtual_stages
 
 
 @dataclass(frozen=True)
@@ -60,26 +67,48 @@ class Derived(NamedTuple):
 def idle_save_budget_gb(args: argparse.Namespace) -> float | None:
     """The save budget where no attention is computed again, so that nothing is saved by it."""
     budget: float = args.nsp_save_budget_gb
-    return None if not budget or recomputed_layers(args) else budget
+    return budget if budget and recomputed(args) == "none" else None
 
 
-_STAGES = (
+_DOMAIN = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+_SHARES = (
     *("num_layers", "pipeline_model_parallel_size"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+
+_CHUNKS = (
+    *(*_SHARES, "hybrid_layer_pattern", "pipeline_model_parallel_layout", "mtp_num_layers"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
 )
 
 DERIVED: Mapping[str, Derived] = {
-    "num_ranks": Derived(
-        ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"), domain_size
+    "num_ranks": Derived(_DOMAIN, domain_size),
+    "num_micro_batches": Derived(
+        ("global_batch_size", "micro_batch_size", "context_parallel_size", *_DOMAIN),
+        num_micro_batches,
+    ),
+    "micro_batch_group": Derived(
+        ("microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"), micro_batch_group
+    ),
+    "layers_of_a_rank": Derived(_SHARES, layers_of_a_rank),
+    "virtual_stages": Derived(_CHUNKS, virtual_stages),
+    "stage_error": Derived(
+        (*_CHUNKS, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        stage_error,
     ),
     "kv_heads": Derived(
         ("num_attention_heads", "group_query_attention", "num_query_groups"), kv_heads
+    ),
+    "expert_tensor_ranks": Derived(
+        ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+        lambda args: args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
     ),
     "longest": Derived(("nsp_max_length", "seq_length"), longest_sample),
     "idle_save_budget_gb": Derived(
         (
             *("nsp_save_budget_gb", "recompute_activations", "recompute_granularity"),
-            *("recompute_modules", "recompute_method", "recompute_num_layers", *_STAGES),
+            *("recompute_modules", "recompute_method", "recompute_num_layers"),
         ),
         idle_save_budget_gb,
     ),

@@ -10,9 +10,10 @@ checked where that is opened.
 
 import argparse
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import HAVE_APEX
 
@@ -64,6 +65,33 @@ def _only(
     )
 
 
+def _off(flag: str, why: str, reason: str) -> Refusal:
+    """Refuses whatever an argument is set to."""
+    name = flag[2:].replace("-", "_")
+    return Refusal(flag, bool, f"{flag} cannot be used: {why}", reason, (name,))
+
+
+def _needs_te(flag: str, reason: str) -> Refusal:
+    """Refuses whatever an argument is set to, where Transformer Engine is missing."""
+    return Refusal(
+        flag,
+        lambda given: given is not None and not HAVE_TE,
+        f"{flag} needs Transformer Engine, which is not installed",
+        reason,
+        (flag[2:].replace("-", "_"),),
+    )
+
+
+def _more_shards(flag: str, name: str, tensor_parallel: str) -> Refusal:
+    return Refusal(
+        flag,
+        lambda shards, ranks: shards is not None and ranks is not None and shards > ranks,
+        f"{flag} {{{name}}} cannot be used: it takes ranks out of the domain to shard weights over",
+        "what one rank of the domain keeps of a weight, all of them keep",
+        (name, tensor_parallel),
+    )
+
+
 def _sources(**given: Any) -> list[str]:
     """The flags that name documents; those of the three parts are one source."""
     apart = [name for name in _PARTS if given[name] is not None]
@@ -80,49 +108,45 @@ def _no_source(*values: Any) -> bool:
     return not _sources(**dict(zip(_DATA, values, strict=True)))
 
 
-def _is_given(value: Any) -> bool:
-    return bool(value)
-
-
 _OTHER_DATA = (
     (
-        "fim_data",
+        "--fim-data",
         "documents are trained on as they are in the data set",
         "Megatron fills in the middle of samples that it has cut to one length",
     ),
     (
-        "sft",
+        "--sft",
         "documents come as tokens, not as conversations",
         "Megatron tokenizes, packs and masks conversations in a data set of its own; whole "
         "documents with a target at every token are what is planned",
     ),
     (
-        "phase_transition_iterations",
+        "--phase-transition-iterations",
         "the order of documents runs over all steps",
         "a resumed run goes over the draws of all steps before it, which other data would change",
     ),
     (
-        "perform_rl_step",
+        "--perform-rl-step",
         "steps are planned before they run",
         "samples of a step of reinforcement learning do not exist before it",
     ),
     (
-        "logits_save_dir",
+        "--logits-save-dir",
         "logits would be saved in the order of a rank's buffer",
         "Megatron pairs logits of teacher and student by their places in a batch",
     ),
     (
-        "logits_load_dir",
+        "--logits-load-dir",
         "logits were saved in the order of another run's batches",
         "Megatron pairs logits of teacher and student by their places in a batch",
     ),
     (
-        "multiple_validation_sets",
+        "--multiple-validation-sets",
         "one list of documents is validated on",
         "Megatron 0.19 loses the test set then, and takes it with --full-validation alone",
     ),
 )
-"""Flags of Megatron's other data sets and loops: the argument, what a user reads, and why."""
+"""Flags of Megatron's other data sets and loops: the flag, what a user reads, and why."""
 
 _PARTS = ("train_data_path", "valid_data_path", "test_data_path")
 _WHOLE = ("data_path", "data_args_path", "per_split_data_args_path", "mock_data")
@@ -155,19 +179,64 @@ def _wrong_length(per_layer: Any, num_layers: int) -> int | None:
 
 
 def _local_balancing(balancing: str | Sequence[str]) -> str | None:
-    """The first way of balancing experts that looks at the tokens of one rank."""
+    """The way of balancing experts that looks at the tokens of one rank, if it is given."""
     given = [balancing] if isinstance(balancing, str) else balancing
-    return next((name for name in given if name in ("sinkhorn", "quantile_balancing")), None)
+    return "quantile_balancing" if "quantile_balancing" in given else None
 
 
-def _has_coefficient(coefficients: float | Sequence[float]) -> bool:
-    return any(coefficients if isinstance(coefficients, list | tuple) else [coefficients])
+def _beside_sinkhorn(
+    balancing: str | Sequence[str], coefficients: float | Sequence[float]
+) -> str | None:
+    """What is given beside Sinkhorn routing, if anything."""
+    given = [balancing] if isinstance(balancing, str) else list(balancing)
+    values = coefficients if isinstance(coefficients, list | tuple) else [coefficients]
+    if "sinkhorn" not in given:
+        return None
+    if len(given) > 1:
+        return " ".join(given)
+    return f"--moe-aux-loss-coeff {values[0]}" if any(values) else None
 
 
 def _wrong_stages(pattern: str | None, stages: int) -> int | None:
-    """The stages that a hybrid pattern marks, if they are not the job's."""
+    """The stages that a hybrid pattern marks, if the job's ranks cannot have equally many."""
     marked = (pattern or "").count("|") + 1
-    return marked if marked not in (1, stages) else None
+    return marked if marked > 1 and marked % stages else None
+
+
+def _waits_for_ever(
+    overlap_p2p_comm: bool,
+    virtual_stages: int,
+    num_micro_batches: int,
+    micro_batch_group: int,
+    pipeline_model_parallel_size: int,
+) -> bool:
+    """Whether a rank's forward passes before its first backward are just all that it has."""
+    if overlap_p2p_comm or virtual_stages == 1:
+        return False
+    later = range(1, pipeline_model_parallel_size)
+    first_passes = (2 * ranks + (virtual_stages - 1) * micro_batch_group for ranks in later)
+    return num_micro_batches * virtual_stages in first_passes
+
+
+def _are_all_ends(
+    virtual_stages: int,
+    pipeline_model_parallel_size: int,
+    decoder_first_pipeline_num_layers: int | None,
+    decoder_last_pipeline_num_layers: int | None,
+) -> bool:
+    ends = decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers
+    return virtual_stages > 1 and pipeline_model_parallel_size == 2 and None not in ends
+
+
+def _short_group(
+    virtual_stages: int,
+    num_micro_batches: int,
+    micro_batch_group: int,
+    pipeline_model_parallel_size: int,
+) -> int:
+    """The micro-batches of a step's last group, if a pipeline has more ranks."""
+    last = num_micro_batches % micro_batch_group
+    return last if virtual_stages > 1 and last < pipeline_model_parallel_size else 0
 
 
 def _splits_local_norms(
@@ -192,36 +261,63 @@ def _splits_latent_keys(
     return multi_latent_attention and tensor_model_parallel_size > 1 and not is_whole
 
 
-def _hides_fillers(
-    num_experts: int | None,
-    sequence_parallel: bool,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-) -> bool:
-    # On one tensor-parallel rank Megatron turns sequence parallelism off.
-    is_split = sequence_parallel and tensor_model_parallel_size > 1
-    return bool(num_experts) and is_split and pipeline_model_parallel_size > 1
+def _quantized(flag: str, name: str) -> tuple[Refusal, ...]:
+    """What linear layers in few bits may not meet."""
+    reason = "ranks would reduce the maxima of different modules together"
+    return (
+        Refusal(
+            flag,
+            lambda given, backend: given and all(each.is_native for each in backends_of(backend)),
+            f"{flag} {{{name}}} cannot be used with --nsp-backend {{nsp_backend}}",
+            reason,
+            (name, "nsp_backend"),
+        ),
+        Refusal(
+            flag,
+            lambda given, kernel: given and kernel == "te-module",
+            f"{flag} {{{name}}} cannot be used with --nsp-kernel {{nsp_kernel}}",
+            reason,
+            (name, "nsp_kernel"),
+        ),
+        Refusal(
+            flag,
+            lambda given, implementation: given and implementation != "transformer_engine",
+            f"{flag} {{{name}}} needs --transformer-impl transformer_engine, got "
+            "{transformer_impl}",
+            "Megatron would train in 16 bits and not say so",
+            (name, "transformer_impl"),
+        ),
+        Refusal(
+            flag,
+            lambda given: given and not HAVE_TE,
+            f"{flag} {{{name}}} needs Transformer Engine, which is not installed",
+            "Megatron would train in 16 bits and not say so",
+            (name,),
+        ),
+    )
 
 
 _SIZES = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-attention-heads"),
     *("--num-query-groups", "--global-batch-size", "--seed", "--num-layers", "--hidden-size"),
-    *("--seq-length", "--num-experts"),
+    *("--seq-length", "--num-experts", "--context-parallel-size", "--micro-batch-size"),
+    *("--eval-micro-batch-size", "--eval-global-batch-size"),
+    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
 )
 
 _GRAPHS = "a graph has fixed sizes"
+
+YAML_CFG = _off(
+    "--yaml-cfg",
+    "it takes the place of the command line, and of what is said of nested sequence parallelism "
+    "on it",
+    "Megatron reads the file in place of the flags that it has parsed",
+)
 
 REFUSALS: Mapping[str, Sequence[Refusal]] = {
     "Sizes": [_least_one(flag, flag[2:].replace("-", "_")) for flag in _SIZES],
     "CPU ranks": [_not_on_cpu(name, argument) for name, argument in CPU_ARGS.items()],
     "Parallelism": [
-        Refusal(
-            "--context-parallel-size",
-            lambda context_parallel_size: context_parallel_size != 1,
-            "--context-parallel-size must be 1 with nested sequence parallelism, which shares "
-            "samples over the data-parallel ranks itself; got {context_parallel_size}",
-            "one fixed degree for all samples is what is replaced",
-        ),
         Refusal(
             "--tensor-model-parallel-size",
             lambda world_size, tensor_model_parallel_size, pipeline_model_parallel_size: (
@@ -233,10 +329,23 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "every rank belongs to one domain",
         ),
         Refusal(
+            "--context-parallel-size",
+            lambda context_parallel_size, num_ranks: num_ranks % context_parallel_size,
+            "--context-parallel-size {context_parallel_size} does not divide the {num_ranks} "
+            "data-parallel ranks",
+            "batches are counted by context-parallel groups, though samples are not shared by them",
+        ),
+        Refusal(
             "--num-attention-heads",
             lambda num_attention_heads: num_attention_heads is None,
             "--num-attention-heads must be given",
             "heads decide which degrees there are",
+        ),
+        Refusal(
+            "--num-layers",
+            lambda num_layers: num_layers is None,
+            "--num-layers must be given, or --hybrid-layer-pattern",
+            "there is one stack of layers",
         ),
         Refusal(
             "--num-query-groups",
@@ -255,23 +364,15 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "{num_attention_heads} query and {kv_heads} key/value heads evenly",
             "tensor-parallel ranks hold equal heads",
         ),
-        _only(
-            "--num-layers-per-virtual-pipeline-stage",
-            "num_layers_per_virtual_pipeline_stage",
-            "--num-layers-per-virtual-pipeline-stage is not supported yet",
-            "stages would draw their batches several times a step",
+        _more_shards(
+            "--tensor-parallel-num-weight-shards",
+            "tensor_parallel_num_weight_shards",
+            "tensor_model_parallel_size",
         ),
-        _only(
-            "--num-virtual-stages-per-pipeline-rank",
-            "num_virtual_stages_per_pipeline_rank",
-            "--num-virtual-stages-per-pipeline-rank is not supported yet",
-            "stages would draw their batches several times a step",
-        ),
-        _only(
-            "--pipeline-model-parallel-layout",
-            "pipeline_model_parallel_layout",
-            "--pipeline-model-parallel-layout is not supported yet",
-            "layers of a stage are counted from equal shares",
+        _more_shards(
+            "--expert-tensor-parallel-num-weight-shards",
+            "expert_tensor_parallel_num_weight_shards",
+            "expert_tensor_ranks",
         ),
         Refusal(
             "--sequence-parallel",
@@ -282,41 +383,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         ),
     ],
     "Batches and data": [
-        Refusal(
-            "--calculate-per-token-loss",
-            lambda calculate_per_token_loss: not calculate_per_token_loss,
-            "--calculate-per-token-loss is required: ranks hold different numbers of tokens",
-            "a mean of the ranks' means would weigh tokens by the rank they are on",
-        ),
-        Refusal(
-            "--micro-batch-size",
-            lambda micro_batch_size: micro_batch_size not in (None, 1),
-            "--micro-batch-size must be 1, got {micro_batch_size}: a micro-batch is one packed "
-            "buffer; --nsp-batch-tokens sets the size of a step",
-            "samples are packed, not stacked",
-        ),
-        Refusal(
-            "--global-batch-size",
-            lambda global_batch_size, num_ranks: (
-                global_batch_size is not None and global_batch_size % num_ranks
-            ),
-            "--global-batch-size {global_batch_size} is no multiple of the {num_ranks} "
-            "data-parallel ranks; it sets the micro-batches of a step, one for each multiple",
-            "every rank runs the same micro-batches",
-        ),
-        _only(
-            "--rampup-batch-size",
-            "rampup_batch_size",
-            "--rampup-batch-size cannot be used: the micro-batches of a step are fixed",
-            "Megatron would ask for other numbers of micro-batches than are planned",
-        ),
-        Refusal(
-            "--train-samples",
-            lambda train_samples: train_samples is not None,
-            "--train-samples {train_samples} cannot be used: steps hold different numbers of "
-            "samples; give --train-iters",
-            "samples do not count steps",
-        ),
         Refusal(
             "--data-path",
             _no_source,
@@ -347,16 +413,7 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--split {split} cuts --data-path, but each part has data sets of its own",
             "nothing is left to cut",
         ),
-        *(
-            Refusal(
-                "--" + name.replace("_", "-"),
-                _is_given,
-                f"--{name.replace('_', '-')} cannot be used: {message}",
-                reason,
-                (name,),
-            )
-            for name, message, reason in _OTHER_DATA
-        ),
+        *(_off(*row) for row in _OTHER_DATA),
         Refusal(
             "--test-data-path",
             lambda test_data_path, valid_data_path: test_data_path and not valid_data_path,
@@ -368,6 +425,109 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             lambda longest: longest is None,
             "--seq-length is required: the longest sample to train on, in tokens",
             "nothing else says it, `--nsp-max-length` apart",
+        ),
+    ],
+    "Pipelines": [
+        Refusal(
+            "--num-layers-per-virtual-pipeline-stage",
+            lambda num_layers_per_virtual_pipeline_stage, layers_of_a_rank: (
+                num_layers_per_virtual_pipeline_stage is not None
+                and layers_of_a_rank % num_layers_per_virtual_pipeline_stage
+            ),
+            "--num-layers-per-virtual-pipeline-stage {num_layers_per_virtual_pipeline_stage} does "
+            "not divide the {layers_of_a_rank} layers of a pipeline rank",
+            "virtual stages of a rank are equal",
+        ),
+        Refusal(
+            "--num-layers",
+            lambda num_layers, pipeline_model_parallel_size, stage_error: stage_error,
+            "--num-layers {num_layers} cannot be shared out as asked over "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size}: {found}",
+            "what follows is what Megatron says of layouts and uneven stages",
+        ),
+        Refusal(
+            "--decoder-last-pipeline-num-layers",
+            _are_all_ends,
+            "--decoder-last-pipeline-num-layers {decoder_last_pipeline_num_layers} must be left "
+            "out: --decoder-first-pipeline-num-layers {decoder_first_pipeline_num_layers} says "
+            "enough with {virtual_stages} virtual stages on two ranks",
+            "Megatron 0.19 divides by the ranks between them",
+        ),
+        Refusal(
+            "--no-overlap-p2p-communication",
+            lambda virtual_stages, overlap_p2p_comm, pipeline_model_parallel_size: (
+                virtual_stages > 1 and not overlap_p2p_comm and pipeline_model_parallel_size == 2
+            ),
+            "--no-overlap-p2p-communication with {virtual_stages} virtual stages needs "
+            "--pipeline-model-parallel-size of at least 3, got {pipeline_model_parallel_size}",
+            "two ranks would send each other two tensors at once",
+        ),
+        Refusal(
+            "--overlap-p2p-communication-warmup-flush",
+            lambda overlap_p2p_comm_warmup_flush, virtual_stages, overlap_p2p_comm: (
+                overlap_p2p_comm_warmup_flush and (virtual_stages == 1 or not overlap_p2p_comm)
+            ),
+            "--overlap-p2p-communication-warmup-flush needs virtual stages and must not go with "
+            "--no-overlap-p2p-communication",
+            "Megatron overlaps the exchanges of virtual stages alone",
+        ),
+        Refusal(
+            "--use-ring-exchange-p2p",
+            lambda use_ring_exchange_p2p, pipeline_model_parallel_size: (
+                use_ring_exchange_p2p
+                and pipeline_model_parallel_size > 1
+                and not hasattr(torch.distributed, "ring_exchange")
+            ),
+            "--use-ring-exchange-p2p needs a torch with torch.distributed.ring_exchange",
+            "a torch of one's own has it, none that is shipped",
+        ),
+        Refusal(
+            "--use-megatron-fsdp",
+            lambda use_megatron_fsdp, pipeline_model_parallel_size: (
+                use_megatron_fsdp and pipeline_model_parallel_size > 1
+            ),
+            "--use-megatron-fsdp cannot be used with --pipeline-model-parallel-size "
+            "{pipeline_model_parallel_size}, only with 1",
+            "Megatron 0.19 shards over all ranks of a job as if they had one stage",
+        ),
+        Refusal(
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            lambda virtual_stages, micro_batch_group, pipeline_model_parallel_size: (
+                virtual_stages > 1 and micro_batch_group < pipeline_model_parallel_size
+            ),
+            "--microbatch-group-size-per-virtual-pipeline-stage {micro_batch_group} must be at "
+            "least --pipeline-model-parallel-size {pipeline_model_parallel_size}",
+            "a rank takes the next virtual stage when the first micro-batch is back",
+        ),
+        Refusal(
+            "--global-batch-size",
+            lambda virtual_stages, num_micro_batches, micro_batch_group, num_ranks: (
+                virtual_stages > 1
+                and num_micro_batches < micro_batch_group
+                and micro_batch_group * num_ranks
+            ),
+            "--global-batch-size must be at least {found} with {virtual_stages} virtual stages on "
+            "{num_ranks} data-parallel ranks: they run {micro_batch_group} micro-batches at a "
+            "time, a step has {num_micro_batches}",
+            "a rank takes the next virtual stage when the first micro-batch is back",
+        ),
+        Refusal(
+            "--global-batch-size",
+            _short_group,
+            "--global-batch-size gives {num_micro_batches} micro-batches a step, {found} more than "
+            "whole groups of {micro_batch_group}: virtual stages need none more, or at least "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size}",
+            "a rank takes the next virtual stage when the first micro-batch is back",
+        ),
+        Refusal(
+            "--no-overlap-p2p-communication",
+            _waits_for_ever,
+            "--no-overlap-p2p-communication hangs with {num_micro_batches} micro-batches a step in "
+            "groups of {micro_batch_group}, {virtual_stages} virtual stages and "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size}; --global-batch-size "
+            "sets the first",
+            "where a rank has no forward pass left just when its neighbour begins with backward, "
+            "one waits to send a tensor and the other for the shape of the next",
         ),
     ],
     "Attention": [
@@ -425,14 +585,15 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "kernels do not give the largest score",
             False,
         ),
-        Refusal(
-            "--multi-latent-attention",
-            lambda multi_latent_attention, apply_rope_fusion: (
-                multi_latent_attention and apply_rope_fusion
-            ),
-            "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and "
-            "not by position",
-            "a row's place in a buffer is not its place in its document",
+        _off(
+            "--use-kitchen-attention",
+            "--nsp-kernel runs attention",
+            "core attention is exchanged, and with it the kernel",
+        ),
+        _off(
+            "--batch-invariant-mode",
+            "it is a property of the kernels that Megatron's own core attention calls",
+            "core attention is exchanged, and with it the kernel",
         ),
         Refusal(
             "--multi-latent-attention",
@@ -490,12 +651,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
     ],
     "Layers": [
         Refusal(
-            "--hybrid-override-pattern",
-            lambda hybrid_override_pattern: hybrid_override_pattern is not None,
-            "--hybrid-override-pattern is deprecated: give --hybrid-layer-pattern",
-            "one name for one thing",
-        ),
-        Refusal(
             "--hybrid-layer-pattern",
             lambda hybrid_layer_pattern: "".join(
                 sorted(set(hybrid_layer_pattern or "") - set(LAYERS + "|"))
@@ -519,8 +674,8 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             lambda hybrid_layer_pattern, pipeline_model_parallel_size: _wrong_stages(
                 hybrid_layer_pattern, pipeline_model_parallel_size
             ),
-            "--hybrid-layer-pattern {hybrid_layer_pattern} marks {found} stages, "
-            "--pipeline-model-parallel-size is {pipeline_model_parallel_size}",
+            "--hybrid-layer-pattern {hybrid_layer_pattern} marks {found} stages, no multiple of "
+            "--pipeline-model-parallel-size {pipeline_model_parallel_size}",
             "`|` ends a pipeline stage",
         ),
         Refusal(
@@ -539,11 +694,57 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "with a stack of other modules",
             "Megatron ships a stack of Transformer Engine's modules alone",
         ),
-        _only(
+        Refusal(
             "--mtp-num-layers",
-            "mtp_num_layers",
-            "--mtp-num-layers is not supported yet",
-            "it needs the tokens after a slice",
+            lambda mtp_num_layers: mtp_num_layers is not None and mtp_num_layers < 0,
+            "--mtp-num-layers must be at least 0, got {mtp_num_layers}",
+            "a number of depths",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, hybrid_layer_pattern: (
+                mtp_num_layers and hybrid_layer_pattern is not None
+            ),
+            "--mtp-num-layers {mtp_num_layers} cannot be used with --hybrid-layer-pattern "
+            "{hybrid_layer_pattern}",
+            "further tokens are predicted by GPT models alone",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda depths, path, text: depths and (path or text),
+            "--mtp-num-layers {mtp_num_layers} cannot be used with "
+            "--heterogeneous-layers-config-path or --heterogeneous-layers-config-encoded-json",
+            "Megatron would predict further tokens with a layer that is not among those",
+            (
+                *("mtp_num_layers", "heterogeneous_layers_config_path"),
+                "heterogeneous_layers_config_encoded_json",
+            ),
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, eod_mask_loss: mtp_num_layers and eod_mask_loss,
+            "--mtp-num-layers {mtp_num_layers} cannot be used with --eod-mask-loss",
+            "the targets of a depth are counted by the lengths of documents",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, position_embedding_type: (
+                mtp_num_layers and position_embedding_type not in ("rope", "none")
+            ),
+            "--mtp-num-layers {mtp_num_layers} needs --position-embedding-type rope or none, got "
+            "{position_embedding_type}",
+            "Megatron 0.19 takes no other",
+        ),
+        Refusal(
+            "--mtp-num-layers",
+            lambda mtp_num_layers, recompute_granularity, recompute_method, recompute_num_layers: (
+                mtp_num_layers
+                and (recompute_granularity, recompute_method) == ("full", "uniform")
+                and recompute_num_layers != 1
+            ),
+            "--mtp-num-layers {mtp_num_layers} with --recompute-method uniform needs "
+            "--recompute-num-layers 1, got {recompute_num_layers}",
+            "Megatron refuses it in the first step",
         ),
     ],
     "Experts": [
@@ -571,13 +772,10 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "every N-th layer has experts, or those with a 1",
         ),
         Refusal(
-            "--moe-aux-loss-coeff",
-            lambda num_experts, moe_aux_loss_coeff: (
-                num_experts and _has_coefficient(moe_aux_loss_coeff)
-            ),
-            "--moe-aux-loss-coeff must be 0, got {moe_aux_loss_coeff}: the auxiliary loss would "
-            "depend on which rank a token is on",
-            "Megatron counts the tokens of each expert on one rank",
+            "--moe-router-topk",
+            lambda num_experts, moe_router_topk: num_experts and moe_router_topk > num_experts,
+            "--moe-router-topk {moe_router_topk} is more than --num-experts {num_experts}",
+            "Megatron fails in the first step",
         ),
         Refusal(
             "--moe-router-load-balancing-type",
@@ -589,6 +787,14 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "where a token goes would depend on the plan",
         ),
         Refusal(
+            "--moe-router-load-balancing-type",
+            lambda num_experts, moe_router_load_balancing_type, moe_aux_loss_coeff: (
+                num_experts and _beside_sinkhorn(moe_router_load_balancing_type, moe_aux_loss_coeff)
+            ),
+            "--moe-router-load-balancing-type sinkhorn stands alone, got {found}",
+            "Megatron fails in the first step, or leaves it out without a word",
+        ),
+        Refusal(
             "--moe-input-jitter-eps",
             lambda num_experts, moe_input_jitter_eps: (
                 num_experts and moe_input_jitter_eps is not None
@@ -596,15 +802,6 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--moe-input-jitter-eps {moe_input_jitter_eps} cannot be used: the noise would depend "
             "on which rank a token is on",
             "every rank has a random stream of its own",
-        ),
-        Refusal(
-            "--moe-router-enable-expert-bias",
-            lambda num_experts, moe_router_enable_expert_bias: (
-                num_experts and moe_router_enable_expert_bias
-            ),
-            "--moe-router-enable-expert-bias cannot be used: Megatron 0.19 counts tokens wrongly "
-            "where filler tokens are masked from the router",
-            "it combines a map of tokens and experts with a mask of tokens alone",
         ),
         Refusal(
             "--moe-expert-capacity-factor",
@@ -615,6 +812,43 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "drops tokens by the counts of one rank",
             "which tokens are dropped would depend on the plan",
         ),
+        _off(
+            "--moe-use-upcycling",
+            "convert the checkpoint first, with Megatron's own script",
+            "Megatron would build the dense model from the configuration of the one with experts",
+        ),
+        _off(
+            "--moe-expert-rank-capacity-factor",
+            "it drops tokens by the counts of one rank",
+            "which tokens are dropped would depend on the plan",
+        ),
+        Refusal(
+            "--mlp-chunks-for-training",
+            lambda num_experts, mlp_chunks_for_training: (
+                num_experts and mlp_chunks_for_training > 1
+            ),
+            "--mlp-chunks-for-training {mlp_chunks_for_training} with experts cannot be used: "
+            "chunks hide from the router which tokens are filler",
+            "Megatron passes the mask of filler tokens to whole buffers alone",
+        ),
+        Refusal(
+            "--moe-token-dispatcher-type",
+            lambda num_experts, nsp_cpu, moe_token_dispatcher_type: (
+                num_experts and nsp_cpu and moe_token_dispatcher_type == "flex"
+            ),
+            "--moe-token-dispatcher-type flex cannot be used with --nsp-cpu: its kernels are for "
+            "GPUs",
+            "CPU ranks run none of the kernels for GPUs",
+        ),
+        Refusal(
+            "--moe-flex-dispatcher-backend",
+            lambda num_experts, moe_flex_dispatcher_backend: (
+                num_experts and moe_flex_dispatcher_backend == "ncclep"
+            ),
+            "--moe-flex-dispatcher-backend must be deepep or hybridep, got ncclep, whose buffers "
+            "have the size of a rank's first micro-batch",
+            "micro-batches differ in size, and so do ranks",
+        ),
         Refusal(
             "--num-experts",
             lambda num_experts, tensor_model_parallel_size, sequence_parallel: (
@@ -624,37 +858,75 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
             "--sequence-parallel: Megatron 0.19 trains no experts without it",
             "Megatron refuses it in the first step",
         ),
-        Refusal(
-            "--num-experts",
-            _hides_fillers,
-            "--sequence-parallel with experts and --pipeline-model-parallel-size "
-            "{pipeline_model_parallel_size} is not supported yet: later stages would see filler "
-            "tokens as real ones",
-            "Megatron scatters the mask of filler tokens on the first stage alone",
+    ],
+    "Other loops": [
+        YAML_CFG,
+        _off("--encoder-num-layers", "give --num-layers", "there is one stack of layers"),
+        _off("--decoder-num-layers", "give --num-layers", "there is one stack of layers"),
+        _off("--encoder-seq-length", "give --seq-length", "there is one stack of layers"),
+        _off("--decoder-seq-length", "give --seq-length", "there is one stack of layers"),
+        _off(
+            "--vision-pretraining",
+            "documents hold tokens, not images",
+            "Megatron asks a model of images for its gradients",
+        ),
+        _off(
+            "--config-logger-dir",
+            "Megatron 0.19 fails when it writes the process groups of a model",
+            "it takes them for numbers and lists",
         ),
         Refusal(
-            "--moe-token-dispatcher-type",
-            lambda num_experts, moe_token_dispatcher_type: (
-                num_experts and moe_token_dispatcher_type == "allgather"
-            ),
-            "--moe-token-dispatcher-type must be alltoall or flex, got allgather, which needs the "
-            "same number of tokens on every rank",
-            "ranks hold different numbers of tokens",
+            "--rerun-mode",
+            lambda rerun_mode: rerun_mode == "report_stats",
+            "--rerun-mode {rerun_mode} cannot be used: Megatron 0.19 knows no such mode when it "
+            "starts",
+            "its parser and its engine call the mode by two names",
+        ),
+        _needs_te("--moe-latent-size", "Megatron has these layers of Transformer Engine alone"),
+        _needs_te("--save-activations-interval", "Megatron looks for its layers"),
+        _needs_te("--save-dgrads-interval", "Megatron looks for its layers"),
+        _off(
+            "--freeze-all-layers",
+            "Megatron 0.19 trains the layers of a configured model all the same",
+            "its model builder does not look at the flag",
+        ),
+        _off(
+            "--inprocess-restart",
+            "nothing starts the run again",
+            "the training script has to wrap itself",
+        ),
+        _off(
+            "--fake-process-group",
+            "attention needs what other ranks send",
+            "nothing would be exchanged",
+        ),
+        _off(
+            "--lazy-mpu-init",
+            "Megatron 0.19 trains without groups then, and fails",
+            "its loop does not finish what the flag puts off",
         ),
     ],
     "Precision, graphs and checkpoints": [
-        _only(
-            "--fp8-format",
-            "fp8",
-            "--fp8-format is not supported yet",
-            "rows of a slice are no multiple of a block",
+        Refusal(
+            "--fp32-residual-connection",
+            lambda fp32_residual_connection, transformer_impl, spec: (
+                fp32_residual_connection
+                and transformer_impl == "local"
+                and spec is None
+                and not HAVE_APEX
+            ),
+            "--fp32-residual-connection needs --transformer-impl transformer_engine, which CPU "
+            "ranks do not run, or a --spec",
+            "the torch norm of Megatron's local layers gives what it gets, and the linear layer "
+            "behind it takes 16 bits",
         ),
-        _only(
-            "--fp4-format",
-            "fp4",
-            "--fp4-format is not supported yet",
-            "rows of a slice are no multiple of a block",
+        _off(
+            "--use-torch-fsdp2",
+            "Megatron 0.19 never divides its gradients by tokens; --use-megatron-fsdp does",
+            "torch averages them over ranks, and what scales them by tokens does nothing there",
         ),
+        *_quantized("--fp8-format", "fp8"),
+        *_quantized("--fp4-format", "fp4"),
         _only(
             "--cuda-graph-impl",
             "cuda_graph_impl",
@@ -743,6 +1015,19 @@ def all_refusals() -> Iterator[Refusal]:
     yield from KERNEL_REFUSALS
 
 
+def check_words(argv: Sequence[str]) -> None:
+    """Checks what would keep a command line from being parsed.
+
+    Args:
+        argv: its words.
+
+    Raises:
+        ValueError: a flag cannot be used; one line that names it.
+    """
+    if any(word.partition("=")[0] == YAML_CFG.flag for word in argv):
+        raise ValueError(YAML_CFG.message)
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Checks all that flags alone decide.
 
@@ -756,6 +1041,20 @@ def check_arguments(args: argparse.Namespace) -> None:
     values = Values(args)
     for rows in REFUSALS.values():
         _check(rows, values)
+
+
+def check_micro_batches(args: argparse.Namespace, numbers: Iterable[int]) -> None:
+    """Checks that pipelines can run all numbers of micro-batches that steps have.
+
+    Args:
+        args: Megatron's arguments with ours, validated or not.
+        numbers: of the steps of a schedule, and of evaluation steps.
+
+    Raises:
+        ValueError: they cannot; one line that names flag and numbers.
+    """
+    for number in numbers:
+        _check(REFUSALS["Pipelines"], Values(args, num_micro_batches=number))
 
 
 def check_kernel(args: argparse.Namespace, kernel: AttentionKernel) -> None:

@@ -33,13 +33,14 @@ def _digest(data: bytes) -> str:
 
 def draw_settings(job: Job) -> dict[str, Any]:
     """Everything that decides which documents a step trains on, by the flag that sets it."""
-    documents = job.documents.train
+    documents, first = job.documents.train, job.size.batches.train(0)
     if documents is None:  # with --skip-train nothing is drawn
         return {}
     lengths = _digest(documents.lengths.astype("<i8").tobytes())
     settings = {
         "--seed": job.args.seed,
-        "--nsp-batch-tokens": job.config.batch_tokens,
+        "--nsp-batch-tokens": first.tokens,
+        "--step-batch-size-schedule": job.args.step_batch_size_schedule,
         "--nsp-max-length": job.size.max_length,
         "--data-path": f"{len(documents.lengths)} documents, lengths {lengths}",
         "weights of --data-path": _weights(documents.blend),
@@ -69,7 +70,7 @@ def _plan_settings(job: Job) -> dict[str, Any]:
         "--nsp-policy": job.config.policy,
         "--nsp-backend": job.config.backend,
         "--no-nsp-overlap": not job.config.overlap,
-        "--global-batch-size": job.args.global_batch_size,
+        "micro-batches of a step": job.size.batches.train(0).num_micro_batches,
         "--nsp-profile": f"{job.profile.name}, numbers {numbers}",
         "--nsp-save-budget-gb": job.config.save_budget_gb,
         "recomputation": f"{recomputed(args)}, attention in {recomputed_layers(args)} layers",

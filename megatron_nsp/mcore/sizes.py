@@ -9,6 +9,24 @@ def domain_size(args: argparse.Namespace) -> int:
     return int(args.world_size // model_parallel)
 
 
+def counted_ranks(args: argparse.Namespace) -> int:
+    """Data-parallel ranks as Megatron counts batches: those of a context-parallel group are one."""
+    return domain_size(args) // int(args.context_parallel_size)
+
+
+def num_micro_batches(args: argparse.Namespace) -> int:
+    """Micro-batches of a step whose size no schedule changes."""
+    if args.global_batch_size is None:
+        return 1
+    return int(args.global_batch_size // (counted_ranks(args) * (args.micro_batch_size or 1)))
+
+
+def micro_batch_group(args: argparse.Namespace) -> int:
+    """How many micro-batches a pipeline rank runs through one chunk before it takes the next."""
+    group: int | None = args.microbatch_group_size_per_vp_stage
+    return args.pipeline_model_parallel_size if group is None else group
+
+
 def kv_heads(args: argparse.Namespace) -> int:
     """Key/value heads of the model."""
     return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads)
@@ -21,18 +39,12 @@ def heads_per_rank(args: argparse.Namespace) -> tuple[int, int]:
     return heads, max(1, kv_heads(args) // tensor_parallel)
 
 
+def sequence_tokens(args: argparse.Namespace) -> int:
+    """Tokens of one of the sequences in which Megatron counts batches."""
+    return int(args.seq_length or args.nsp_max_length)
+
+
 def longest_sample(args: argparse.Namespace) -> int | None:
     """Longest sample to train on, in tokens; None where no flag says it."""
     longest: int | None = args.nsp_max_length or args.seq_length
     return longest
-
-
-def set_batch_sizes(args: argparse.Namespace) -> None:
-    """Sets what Megatron is to know of our batches: one buffer a micro-batch, and how many of them.
-
-    Without `--global-batch-size` a step has one micro-batch.
-    """
-    args.micro_batch_size = 1
-    args.dataloader_type = "external"
-    if args.global_batch_size is None:
-        args.global_batch_size = domain_size(args)

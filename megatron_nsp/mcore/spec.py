@@ -1,4 +1,4 @@
-"""Layer specs with nested core attention: Megatron's own specs with one module exchanged."""
+"""Layer specs with nested core attention and routing: Megatron's own with modules exchanged."""
 
 import inspect
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 from torch import Tensor
 
+from megatron_nsp.mcore.moe.layer import exchange_experts
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.runtime.attention import Layer, nested_attention
 from megatron_nsp.runtime.kernels import AttentionMask
@@ -147,6 +148,9 @@ class NestedCoreAttention(MegatronModule):
         assert isinstance(packed_seq_params, NestedSeqParams), f"{type(packed_seq_params)=}"
         assert attention_mask is None and attention_bias is None
         assert packed_seq_params.nested is not None and packed_seq_params.runtime is not None
+        # Layers of multi-token prediction count from 1 again, and one may run at several depths.
+        depth = packed_seq_params.depth
+        number = self.config.num_layers + depth if depth else self.layer_number
         q_THD, k_TKD, v_TKV = (x.flatten(1, -2) if x.dim() == 4 else x for x in (query, key, value))
         out_THV = nested_attention(
             q_THD,
@@ -156,7 +160,7 @@ class NestedCoreAttention(MegatronModule):
             self.mask,
             packed_seq_params.runtime,
             self.softmax_offset,
-            Layer(self.layer_number, self.training, self.output_stays),
+            Layer(number, self.training, self.output_stays),
         )
         return out_THV.flatten(1).unsqueeze(1)
 
@@ -184,16 +188,17 @@ class NestedCoreAttention(MegatronModule):
 def exchange_core_attention(spec: Any) -> Any:
     """Puts nested attention into every self-attention of a Megatron spec and returns the spec.
 
-    Works on a layer spec, on the list of layer specs of a block, and on the stack of a hybrid
-    model, whose kinds of layers it names one by one.
+    Experts get nested routing with it. Works on a layer spec, on the list of layer specs of a
+    block, and on the stack of a hybrid model, whose kinds of layers it names one by one.
 
     Raises:
-        ValueError: the spec holds no self-attention.
+        ValueError: the spec holds no self-attention, or experts that cannot be exchanged.
     """
     layers = getattr(spec, "layer_specs", None)
     stack: Any = getattr(spec, "submodules", None)
     if layers is None and hasattr(stack, "attention_layer"):
         layers = [stack.attention_layer, stack.mla_layer]
+        exchange_experts(stack.moe_layer)
     count = 0
     for layer in [spec] if layers is None else layers:
         attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
@@ -201,6 +206,7 @@ def exchange_core_attention(spec: Any) -> Any:
         if submodules is not None and hasattr(submodules, "core_attention"):
             submodules.core_attention = NestedCoreAttention
             count += 1
+        exchange_experts(layer)
     if not count and layers != []:  # a pipeline stage may hold no layer at all
         raise ValueError("the layer spec holds no self-attention to exchange")
     return spec

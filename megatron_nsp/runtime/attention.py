@@ -52,7 +52,8 @@ class NestedBatch:
         saved_samples: samples whose attention output is saved where a layer is recomputed.
         orders: in which order nodes run in each pass; root first for one that is not there.
         saved_outputs: what the layers have saved so far, by layer number; empty when a forward
-            pass begins.
+            pass begins. Passes over several chunks of a model each have their own; what is prepared
+            of the plan they share.
     """
 
     plan: Plan

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_nsp.plan.arrays import IntArray
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
+from megatron_nsp.steps.sampler import StepSizes
 
 _NOTHING_CARRIED: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -91,7 +92,7 @@ class PlanReplay:
     Args:
         path: file of one JSON plan a line.
         tree: the job's tree.
-        num_micro_batches: the job's micro-batches in a step.
+        size_of: the size of each step of the job.
         token_budget: the job's token budget.
         heads: query and key/value heads on a tensor-parallel rank; None = they split as they must.
 
@@ -104,7 +105,7 @@ class PlanReplay:
         self,
         path: str,
         tree: SPTree,
-        num_micro_batches: int,
+        size_of: StepSizes,
         token_budget: int | None,
         heads: tuple[int, int] | None = None,
     ) -> None:
@@ -113,6 +114,7 @@ class PlanReplay:
             raise ValueError(f"--nsp-policy file:{path}: there is no such file")
         self._path, self._plans = path, _read(path)
         for number, plan in self._plans.items():
+            num_micro_batches = size_of(number).num_micro_batches
             for what, recorded, job in (
                 ("the tree", plan.tree, tree),
                 ("the micro-batches", plan.num_micro_batches, num_micro_batches),

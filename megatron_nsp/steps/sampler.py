@@ -1,12 +1,14 @@
 """Which documents make up each step: whole samples, in the order of a draw.
 
-A step's batch is drawn until it holds `batch_tokens` tokens. Documents that cannot be trained on
+A step's batch is drawn until it holds the tokens of that step. Documents that cannot be trained on
 (over the longest length, or empty) are passed over where they would have been drawn, and counted in
 that batch. Samples that the planner could not fit are put at the head of the next batch.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +18,27 @@ from megatron_nsp.steps.draw import Blend, BlendDraw, DataSetDraw, DocumentDraw
 _EMPTY: IntArray = np.zeros(0, dtype=np.int64)
 
 
+class StepSize(NamedTuple):
+    """How large a step is.
+
+    Attributes:
+        tokens: tokens at which its batch is full.
+        num_micro_batches: micro-batches that its samples are divided into.
+    """
+
+    tokens: int
+    num_micro_batches: int = 1
+
+
+StepSizes = Callable[[int], StepSize]
+"""The size of every step of a run, counted from 0."""
+
+
+def always(tokens: int, num_micro_batches: int = 1) -> StepSizes:
+    """Steps that are all of one size."""
+    return lambda step: StepSize(tokens, num_micro_batches)
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The samples of one step.
@@ -23,6 +46,7 @@ class Batch:
     Attributes:
         documents: `[n]` document number of each sample.
         lengths: `[n]` tokens of each sample.
+        num_micro_batches: micro-batches that they are divided into.
         over_long: documents passed over because they are too long.
         over_long_tokens: their tokens.
         num_empty: documents passed over because they hold no token.
@@ -33,6 +57,7 @@ class Batch:
 
     documents: IntArray
     lengths: IntArray
+    num_micro_batches: int = 1
     over_long: IntArray = field(default_factory=lambda: _EMPTY)
     over_long_tokens: int = 0
     num_empty: int = 0
@@ -51,7 +76,7 @@ class BatchSampler:
 
     Args:
         lengths: `[documents]` tokens of each document.
-        batch_tokens: tokens at which a batch is full.
+        size_of: the size of each step.
         max_length: longest document to train on, in tokens.
         seed: seed of the order.
         blend: data sets that are drawn in shares; without it all documents are one data set.
@@ -64,7 +89,7 @@ class BatchSampler:
     def __init__(
         self,
         lengths: IntArray,
-        batch_tokens: int,
+        size_of: StepSizes,
         max_length: int,
         seed: int,
         blend: Blend | None = None,
@@ -79,7 +104,7 @@ class BatchSampler:
                 f"{max_length} tokens, the longest is {longest}"
             )
         self._lengths, self._max_length = lengths, max_length
-        self._batch_tokens = batch_tokens
+        self._size_of, self._step = size_of, 0
         self._draw: DocumentDraw = (
             BlendDraw(blend, usable, seed) if blend else DataSetDraw(0, len(lengths), seed)
         )
@@ -94,12 +119,13 @@ class BatchSampler:
 
     def draw(self) -> Batch:
         """The next batch."""
+        size, self._step = self._size_of(self._step), self._step + 1
         drawn: list[int] = self._carried.tolist()
         num_carried, num_tokens = len(drawn), int(self._lengths[self._carried].sum())
         over_long: list[int] = []
         num_empty = 0
         self._carried = _EMPTY
-        while num_tokens < self._batch_tokens and self._num_left:
+        while num_tokens < size.tokens and self._num_left:
             document = self._draw.next()
             self._num_drawn += 1
             length = int(self._lengths[document])
@@ -116,6 +142,7 @@ class BatchSampler:
         return Batch(
             documents=documents,
             lengths=self._lengths[documents],
+            num_micro_batches=size.num_micro_batches,
             over_long=passed_over,
             over_long_tokens=int(self._lengths[passed_over].sum()),
             num_empty=num_empty,

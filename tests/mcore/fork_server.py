@@ -25,6 +25,7 @@ Program = Callable[[list[str]], None]
 BEFOREHAND = {
     "plain": ("tests.mcore.plain",),
     "probe": (
+        "tests.mcore.watch_experts",
         "tests.mcore.watch_recompute",
         # what a run imports when it first needs it
         "megatron.core.models.mimo",

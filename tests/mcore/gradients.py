@@ -22,15 +22,23 @@ def held_gradients(models: list[torch.nn.Module]) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 held = _over_tensor_parallel(parameter, _over_data_parallel(model, parameter))
-                gradients[global_name(name)] = held
+                gradients[global_name(name, first_layer(model))] = held
     return gradients
 
 
-def global_name(name: str) -> str:
+def first_layer(model: torch.nn.Module) -> int:
+    """Layers of the whole model before the first of this chunk of it."""
+    layers = (module for name, module in model.named_modules() if "decoder.layers." in name)
+    return (
+        min((each.layer_number for each in layers if hasattr(each, "layer_number")), default=1) - 1
+    )
+
+
+def global_name(name: str, first_layer: int) -> str:
     """The parameter's name in a model of one rank: its layer, its expert, its tied weight."""
     args = training.get_args()
-    layers = args.num_layers // mpu.get_pipeline_model_parallel_world_size()
-    name = _shifted(name, "layers", layers * mpu.get_pipeline_model_parallel_rank())
+    if "mtp.layers." not in name:  # those are counted apart, and all on the last stage
+        name = _shifted(name, "layers", first_layer)
     if args.num_experts:
         experts = args.num_experts // mpu.get_expert_model_parallel_world_size()
         first = experts * mpu.get_expert_model_parallel_rank()
@@ -73,6 +81,9 @@ def _over_tensor_parallel(parameter: torch.nn.Parameter, part: Tensor) -> Tensor
     if not getattr(parameter, "tensor_model_parallel", False):
         return part
     ranks, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if not getattr(parameter, "allreduce", True):  # experts may be split otherwise
+        ranks = mpu.get_expert_tensor_parallel_world_size()
+        rank = mpu.get_expert_tensor_parallel_rank()
     blocks = []
     for own in part.chunk(parameter.partition_stride, parameter.partition_dim):
         others = torch.full_like(own, math.nan)

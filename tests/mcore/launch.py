@@ -70,6 +70,11 @@ class Run:
         """The reported loss of each step."""
         return [step["loss"] for step in self.steps[-1]]
 
+    @property
+    def mtp_losses(self) -> list[list[float]]:
+        """The reported loss of each depth of multi-token prediction, in each step."""
+        return [step.get("mtp_losses", []) for step in self.steps[-1]]
+
     def grads(self, step: int) -> dict[str, torch.Tensor]:
         """Every parameter's gradient in a step, put together from what each rank holds of it."""
         whole: dict[str, torch.Tensor] = {}

@@ -14,7 +14,7 @@ from megatron_nsp.mcore.documents import IndexedDocuments
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.steps.sampler import Batch, BatchSampler
+from megatron_nsp.steps.sampler import Batch, BatchSampler, always
 
 MakePlan = Callable[[SPTree, np.ndarray, random.Random], Plan]
 
@@ -63,7 +63,7 @@ def batches(
 ) -> list[Batch]:
     """The batches a run with these flags draws."""
     lengths = IndexedDocuments(DataPath("--data-path", (str(prefix),))).lengths
-    sampler = BatchSampler(lengths, batch_tokens, max_length, seed)
+    sampler = BatchSampler(lengths, always(batch_tokens), max_length, seed)
     return [sampler.draw() for _ in range(count)]
 
 

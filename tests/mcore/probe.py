@@ -31,7 +31,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--probe-tied-experts", action="store_true", help="experts 0 and 1 alike")
     parser.add_argument("--probe-rerun", action="store_true", help="every step runs twice")
     parser.add_argument("--probe-other-marks", metavar="RANK", type=int, help="a rank saves less")
+    parser.add_argument("--probe-blocks", type=int, help="rows of a block, as in FP8")
     parser.add_argument("--probe-delays", type=float, help="longest of random delays, in ms")
+    parser.add_argument("--probe-experts", action="store_true", help="biases and logged figures")
+    parser.add_argument(
+        "--probe-megatron-routing", action="store_true", help="Megatron's own losses on one rank"
+    )
     return parser.parse_known_args(argv)
 
 
@@ -49,6 +54,17 @@ def watch_recomputation(options: argparse.Namespace) -> None:
         watch_recompute.mark_otherwise(options.probe_other_marks)
 
 
+def watch_experts(options: argparse.Namespace) -> None:
+    """Puts the wrappers in place that have to do with experts."""
+    from tests.mcore import watch_experts
+
+    if options.probe_experts:
+        watch_experts.watch_figures()
+        watch_experts.watch_biases()
+    if options.probe_megatron_routing:
+        watch_experts.route_as_megatron()
+
+
 def main(argv: list[str]) -> None:
     """Trains under the probe."""
     options, sys.argv[1:] = parse(argv)
@@ -61,6 +77,7 @@ def main(argv: list[str]) -> None:
 
     watch.watch_optimizer()
     watch.watch_loss()
+    watch.watch_further_losses()
     watch.watch_tokens()
     watch.watch_groups()
     watch.watch_rotary()
@@ -70,6 +87,8 @@ def main(argv: list[str]) -> None:
         watch.watch_layer_inputs()
     if options.probe_one_expert:
         watch.route_to_one_expert()
+    if options.probe_blocks is not None:
+        watch.fill_blocks(options.probe_blocks)
     if options.probe_delays is not None:
         watch.delay_at_random(options.probe_delays)
     if options.probe_mask_before is not None:
@@ -80,6 +99,7 @@ def main(argv: list[str]) -> None:
     if options.probe_other_plan is not None:
         watch.plan_otherwise(*(int(part) for part in options.probe_other_plan.split(":")))
     watch_recomputation(options)
+    watch_experts(options)
     watch.pretrain.main()
     torch.save(watch.STEPS, options.out / f"rank{os.environ['RANK']}.pt")
 

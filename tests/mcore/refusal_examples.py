@@ -36,6 +36,8 @@ NOT_FUSED = (
     "--no-bias-dropout-fusion",
     "--no-persist-layer-norm",
 )
+VIRTUAL = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
 EXAMPLES = (
     Example("--num-attention-heads 0", "--num-attention-heads must be at least 1, got 0"),
     Example("--num-query-groups 0", "--num-query-groups must be at least 1, got 0"),
@@ -47,6 +49,15 @@ EXAMPLES = (
         "--pipeline-model-parallel-size must be at least 1, got -2",
     ),
     Example("--global-batch-size 0", "--global-batch-size must be at least 1, got 0"),
+    *(
+        Example(f"{flag} 0", f"{flag} must be at least 1, got 0")
+        for flag in (
+            "--context-parallel-size",
+            "--micro-batch-size",
+            "--eval-micro-batch-size",
+            "--eval-global-batch-size",
+        )
+    ),
     Example("--seed 0", "--seed must be at least 1, got 0"),
     Example("--num-layers 0", "--num-layers must be at least 1, got 0"),
     Example("--hidden-size 0", "--hidden-size must be at least 1, got 0"),
@@ -78,7 +89,8 @@ EXAMPLES = (
             "--moe-grouped-gemm",
             "--moe-permute-fusion",
             "--moe-router-fusion",
-            "--tp-comm-overlap",
+            "--log-straggler",
+            "--use-persistent-ckpt-worker",
         )
     ),
     Example(
@@ -90,9 +102,8 @@ EXAMPLES = (
         "--nsp-backend te-a2a serves no attention sinks: --softmax-type learnable",
     ),
     Example(
-        "--context-parallel-size 2",
-        "--context-parallel-size must be 1 with nested sequence parallelism, which shares samples"
-        " over the data-parallel ranks itself; got 2",
+        "--context-parallel-size 4",
+        "--context-parallel-size 4 does not divide the 6 data-parallel ranks",
     ),
     Example(
         "--nsp-save-budget-gb 2",
@@ -110,19 +121,17 @@ EXAMPLES = (
         "--recompute-granularity full, or selective with core_attn among --recompute-modules",
     ),
     Example(
-        "--num-experts 4 --moe-aux-loss-coeff 0.01",
-        "--moe-aux-loss-coeff must be 0, got [0.01]: the auxiliary loss would depend on which "
-        "rank a token is on",
+        "--num-experts 4 --moe-router-load-balancing-type quantile_balancing",
+        "--moe-router-load-balancing-type quantile_balancing cannot be used: it would route by "
+        "the tokens of one rank",
     ),
     Example(
-        "--num-experts 4 --moe-router-load-balancing-type sinkhorn",
-        "--moe-router-load-balancing-type sinkhorn cannot be used: it would route by the tokens "
-        "of one rank",
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "--moe-router-load-balancing-type sinkhorn stands alone, got --moe-aux-loss-coeff 0.1",
     ),
     Example(
-        "--num-experts 4 --moe-router-enable-expert-bias",
-        "--moe-router-enable-expert-bias cannot be used: Megatron 0.19 counts tokens wrongly "
-        "where filler tokens are masked from the router",
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn aux_loss",
+        "--moe-router-load-balancing-type sinkhorn stands alone, got sinkhorn aux_loss",
     ),
     Example(
         "--num-experts 4 --moe-input-jitter-eps 0.1",
@@ -135,19 +144,13 @@ EXAMPLES = (
         "one rank",
     ),
     Example(
-        "--num-experts 4 --moe-token-dispatcher-type allgather",
-        "--moe-token-dispatcher-type must be alltoall or flex, got allgather, which needs the "
-        "same number of tokens on every rank",
+        "--num-experts 4 --moe-token-dispatcher-type flex",
+        "--moe-token-dispatcher-type flex cannot be used with --nsp-cpu: its kernels are for GPUs",
     ),
     Example(
-        "--micro-batch-size 2",
-        "--micro-batch-size must be 1, got 2: a micro-batch is one packed buffer; "
-        "--nsp-batch-tokens sets the size of a step",
-    ),
-    Example(
-        "--global-batch-size 7",
-        "--global-batch-size 7 is no multiple of the 6 data-parallel ranks; it sets the "
-        "micro-batches of a step, one for each multiple",
+        "--num-experts 4 --moe-flex-dispatcher-backend ncclep",
+        "--moe-flex-dispatcher-backend must be deepep or hybridep, got ncclep, whose buffers have "
+        "the size of a rank's first micro-batch",
     ),
     Example("--attention-dropout 0.1", "--attention-dropout must be 0, got 0.1"),
     Example(
@@ -209,12 +212,9 @@ EXAMPLES = (
         "--hybrid-layer-pattern=-E", "--hybrid-layer-pattern -E holds no attention layer, * or +"
     ),
     Example(
-        "--hybrid-layer-pattern *-|*-",
-        "--hybrid-layer-pattern *-|*- marks 2 stages, --pipeline-model-parallel-size is 1",
-    ),
-    Example(
-        "--hybrid-override-pattern *-",
-        "--hybrid-override-pattern is deprecated: give --hybrid-layer-pattern",
+        "--hybrid-layer-pattern *-|*|- --pipeline-model-parallel-size 2",
+        "--hybrid-layer-pattern *-|*|- marks 3 stages, no multiple of "
+        "--pipeline-model-parallel-size 2",
     ),
     Example(
         "--hybrid-layer-pattern *-",
@@ -253,20 +253,33 @@ EXAMPLES = (
         "--enable-cuda-graph",
         "--enable-cuda-graph cannot be used: boundaries change every step, got True",
     ),
+    Example("--mtp-num-layers -1", "--mtp-num-layers must be at least 0, got -1"),
     Example(
-        "--num-layers-per-virtual-pipeline-stage 1",
-        "--num-layers-per-virtual-pipeline-stage is not supported yet, got 1",
+        "--mtp-num-layers 1 --hybrid-layer-pattern *- --spec tests.mcore.local_stack SPEC",
+        "--mtp-num-layers 1 cannot be used with --hybrid-layer-pattern *-",
     ),
-    Example("--mtp-num-layers 1", "--mtp-num-layers is not supported yet, got 1"),
+    Example(
+        "--mtp-num-layers 1 --heterogeneous-layers-config-path x",
+        "--mtp-num-layers 1 cannot be used with --heterogeneous-layers-config-path or "
+        "--heterogeneous-layers-config-encoded-json",
+    ),
+    Example(
+        "--mtp-num-layers 1 --position-embedding-type learned_absolute",
+        "--mtp-num-layers 1 needs --position-embedding-type rope or none, got learned_absolute",
+    ),
+    Example(
+        "--mtp-num-layers 1 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2",
+        "--mtp-num-layers 1 with --recompute-method uniform needs --recompute-num-layers 1, got 2",
+    ),
     Example(
         "--position-embedding-type learned_absolute --nsp-max-length 1024",
         "--max-position-embeddings 512 does not reach the longest sample of 1024 tokens that "
         "--nsp-max-length or --seq-length allows",
     ),
     Example(
-        "--train-samples 100",
-        "--train-samples 100 cannot be used: steps hold different numbers of samples; give "
-        "--train-iters",
+        "--mtp-num-layers 1 --eod-mask-loss",
+        "--mtp-num-layers 1 cannot be used with --eod-mask-loss",
     ),
     Example("", "--num-attention-heads must be given", without="--num-attention-heads 8"),
     Example(
@@ -274,21 +287,77 @@ EXAMPLES = (
         "--tensor-model-parallel-size 3 cannot split 8 query and 2 key/value heads evenly",
     ),
     Example(
+        "--num-layers-per-virtual-pipeline-stage 0",
+        "--num-layers-per-virtual-pipeline-stage must be at least 1, got 0",
+    ),
+    Example(
+        "--num-virtual-stages-per-pipeline-rank 0",
+        "--num-virtual-stages-per-pipeline-rank must be at least 1, got 0",
+    ),
+    Example(
+        "--num-layers 12 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 4",
+        "--num-layers-per-virtual-pipeline-stage 4 does not divide the 6 layers of a pipeline rank",
+    ),
+    Example(
+        "--num-layers 7 --pipeline-model-parallel-size 2",
+        "--num-layers 7 cannot be shared out as asked over --pipeline-model-parallel-size 2: "
+        "num_layers=7 should be divisible by config.pipeline_model_parallel_size=2",
+    ),
+    Example(
+        "--num-layers 7 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9",
+        "--num-layers 7 cannot be shared out as asked over --pipeline-model-parallel-size 2: the "
+        "ranks would have 9, -2 layers",
+    ),
+    Example(
         "--num-virtual-stages-per-pipeline-rank 2",
-        "--num-virtual-stages-per-pipeline-rank is not supported yet, got 2",
+        "--num-layers 2 cannot be shared out as asked over --pipeline-model-parallel-size 1: 2 "
+        "virtual stages take turns on at least 2 ranks",
     ),
     Example(
-        "--pipeline-model-parallel-layout Et|tL",
-        "--pipeline-model-parallel-layout is not supported yet, got Et|tL",
+        f"{VIRTUAL} --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2",
+        "--decoder-last-pipeline-num-layers 2 must be left out: "
+        "--decoder-first-pipeline-num-layers 2 says enough with 2 virtual stages on two ranks",
     ),
     Example(
-        "",
-        "--calculate-per-token-loss is required: ranks hold different numbers of tokens",
-        without="--calculate-per-token-loss",
+        f"{VIRTUAL} --no-overlap-p2p-communication",
+        "--no-overlap-p2p-communication with 2 virtual stages needs --pipeline-model-parallel-size "
+        "of at least 3, got 2",
     ),
     Example(
-        "--rampup-batch-size 6 6 60",
-        "--rampup-batch-size cannot be used: the micro-batches of a step are fixed, got [6, 6, 60]",
+        "--pipeline-model-parallel-size 2 --overlap-p2p-communication-warmup-flush",
+        "--overlap-p2p-communication-warmup-flush needs virtual stages and must not go with "
+        "--no-overlap-p2p-communication",
+    ),
+    Example(
+        "--pipeline-model-parallel-size 2 --use-megatron-fsdp",
+        "--use-megatron-fsdp cannot be used with --pipeline-model-parallel-size 2, only with 1",
+    ),
+    Example(
+        "--num-layers 6 --pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2 "
+        "--no-overlap-p2p-communication --microbatch-group-size-per-virtual-pipeline-stage 4 "
+        "--global-batch-size 8",
+        "--no-overlap-p2p-communication hangs with 4 micro-batches a step in groups of 4, 2 "
+        "virtual stages and --pipeline-model-parallel-size 3; --global-batch-size sets the first",
+    ),
+    Example(
+        "--pipeline-model-parallel-size 2 --use-ring-exchange-p2p",
+        "--use-ring-exchange-p2p needs a torch with torch.distributed.ring_exchange",
+    ),
+    Example(
+        f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 1",
+        "--microbatch-group-size-per-virtual-pipeline-stage 1 must be at least "
+        "--pipeline-model-parallel-size 2",
+    ),
+    Example(
+        f"{VIRTUAL} --global-batch-size 3",
+        "--global-batch-size must be at least 6 with 2 virtual stages on 3 data-parallel ranks: "
+        "they run 2 micro-batches at a time, a step has 1",
+    ),
+    Example(
+        f"{VIRTUAL} --global-batch-size 15",
+        "--global-batch-size gives 5 micro-batches a step, 1 more than whole groups of 2: virtual "
+        "stages need none more, or at least --pipeline-model-parallel-size 2",
     ),
     Example(
         "",
@@ -344,12 +413,6 @@ EXAMPLES = (
     ),
     Example("--log-max-attention-logit", "--log-max-attention-logit is not supported, got True"),
     Example(
-        "--multi-latent-attention --bf16",
-        "--multi-latent-attention needs --no-rope-fusion: the fused kernel rotates by row and not"
-        " by position",
-        without="--nsp-cpu",
-    ),
-    Example(
         "--num-experts 4 --moe-layer-freq [0,1,1]",
         "--moe-layer-freq lists 3 layers, --num-layers is 2",
     ),
@@ -361,21 +424,22 @@ EXAMPLES = (
         "--num-experts 4 --moe-layer-freq 0",
         "--moe-layer-freq must be at least 1 or a list of 0 and 1, got 0",
     ),
-    Example(
-        "--num-experts 4 --sequence-parallel --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 3 --spec tests.mcore.local_stack SPEC",
-        "--sequence-parallel with experts and --pipeline-model-parallel-size 3 is not supported "
-        "yet: later stages would see filler tokens as real ones",
-    ),
-    Example(
-        "--bf16 --fp8-format hybrid",
-        "--fp8-format is not supported yet, got hybrid",
-        without="--nsp-cpu",
-    ),
-    Example(
-        "--bf16 --fp4-format e2m1",
-        "--fp4-format is not supported yet, got e2m1",
-        without="--nsp-cpu",
+    *(
+        Example(
+            f"--bf16 {flag} {formats} {more}",
+            f"{flag} {formats} {message}",
+            without="--nsp-cpu",
+        )
+        for flag, formats in (("--fp8-format", "hybrid"), ("--fp4-format", "e2m1"))
+        for more, message in (
+            ("--nsp-backend te-p2p", "cannot be used with --nsp-backend te-p2p"),
+            ("--nsp-kernel te-module", "cannot be used with --nsp-kernel te-module"),
+            (
+                "--transformer-impl local",
+                "needs --transformer-impl transformer_engine, got local",
+            ),
+            ("", "needs Transformer Engine, which is not installed"),
+        )
     ),
     Example(
         "--bf16 --cuda-graph-impl local",
@@ -411,5 +475,85 @@ EXAMPLES = (
         "--recompute-num-layers 1",
         "--nsp-kernel te-module gives no LSE, which --nsp-save-budget-gb 2 needs",
         kernel="te-module",
+    ),
+    Example("", "--num-layers must be given, or --hybrid-layer-pattern", without="--num-layers 2"),
+    Example(
+        "--tensor-parallel-num-weight-shards 2",
+        "--tensor-parallel-num-weight-shards 2 cannot be used: it takes ranks out of the domain to "
+        "shard weights over",
+    ),
+    Example(
+        "--expert-tensor-parallel-num-weight-shards 2",
+        "--expert-tensor-parallel-num-weight-shards 2 cannot be used: it takes ranks out of the "
+        "domain to shard weights over",
+    ),
+    Example(
+        "--bf16 --fp32-residual-connection",
+        "--fp32-residual-connection needs --transformer-impl transformer_engine, which CPU ranks "
+        "do not run, or a --spec",
+    ),
+    Example(
+        "--gpu-sniff-test-interval 5",
+        "--gpu-sniff-test-interval cannot be used with --nsp-cpu, got 5",
+    ),
+    Example(
+        "--rerun-mode report_stats",
+        "--rerun-mode report_stats cannot be used: Megatron 0.19 knows no such mode when it starts",
+    ),
+    *(
+        Example(flags, f"{flags.split()[0]} needs Transformer Engine, which is not installed")
+        for flags in (
+            "--moe-latent-size 16 --num-experts 4",
+            "--save-activations-interval 1",
+            "--save-dgrads-interval 1",
+        )
+    ),
+    Example(
+        "--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4"
+    ),
+    Example(
+        "--num-experts 4 --mlp-chunks-for-training 2",
+        "--mlp-chunks-for-training 2 with experts cannot be used: chunks hide from the router "
+        "which tokens are filler",
+    ),
+    *(
+        Example(flags, f"{flags.split()[0]} cannot be used: {why}")
+        for flags, why in (
+            (
+                "--yaml-cfg job.yaml",
+                "it takes the place of the command line, and of what is said of nested sequence "
+                "parallelism on it",
+            ),
+            ("--encoder-num-layers 2", "give --num-layers"),
+            ("--decoder-num-layers 2", "give --num-layers"),
+            ("--encoder-seq-length 512", "give --seq-length"),
+            ("--decoder-seq-length 512", "give --seq-length"),
+            ("--vision-pretraining", "documents hold tokens, not images"),
+            (
+                "--freeze-all-layers",
+                "Megatron 0.19 trains the layers of a configured model all the same",
+            ),
+            ("--inprocess-restart", "nothing starts the run again"),
+            ("--fake-process-group", "attention needs what other ranks send"),
+            ("--lazy-mpu-init", "Megatron 0.19 trains without groups then, and fails"),
+            (
+                "--use-torch-fsdp2",
+                "Megatron 0.19 never divides its gradients by tokens; --use-megatron-fsdp does",
+            ),
+            ("--use-kitchen-attention", "--nsp-kernel runs attention"),
+            (
+                "--batch-invariant-mode",
+                "it is a property of the kernels that Megatron's own core attention calls",
+            ),
+            (
+                "--config-logger-dir configs",
+                "Megatron 0.19 fails when it writes the process groups of a model",
+            ),
+            ("--moe-use-upcycling", "convert the checkpoint first, with Megatron's own script"),
+            (
+                "--moe-expert-rank-capacity-factor 1.5",
+                "it drops tokens by the counts of one rank",
+            ),
+        )
     ),
 )

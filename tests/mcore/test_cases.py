@@ -1,5 +1,6 @@
 """Awkward steps in Megatron's own loop, held against one rank. Cases named in each test."""
 
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.tree import SPTree
-from megatron_nsp.steps.sampler import BatchSampler
+from megatron_nsp.steps.sampler import BatchSampler, always
 from tests.data_maker import write_documents
 from tests.mcore.launch import MOE, Run, shared_checkpoint, train
 from tests.mcore.plans import batches, each_degree, filler, mixed, record, root
@@ -36,7 +37,7 @@ def test_a3_an_over_long_document_is_left_out_and_counted(tmp_path: Path) -> Non
     run = train(4, tmp_path / "run", *flags)
     lines = [line for line in run.output.splitlines() if "nsp step" in line]
     assert len(lines) == 4 and all("targets: 1022 " in line for line in lines)
-    drawn = BatchSampler(np.array([10000, 512, 512]), 1024, max_length=8192, seed=7)
+    drawn = BatchSampler(np.array([10000, 512, 512]), always(1024), max_length=8192, seed=7)
     met = [len(drawn.draw().over_long) for _ in range(4)]
     told = [f"{n} over-long ({n}0000 tokens: documents {', '.join('0' * n)})" for n in met]
     assert sum(met) >= 2 and all(
@@ -265,3 +266,22 @@ def test_c3_an_empty_document_is_left_out_and_counted(tmp_path: Path) -> None:
     # Three epochs and a half of 50 tokens: every epoch passes over the empty document once.
     assert len(lines) == 2 and all("left out: " in line and " empty" in line for line in lines)
     assert {entry[0] for rank in run.steps for entry in rank[0]["tokens"]} == {0, 2}
+
+
+def test_m1_operations_in_the_log_are_those_of_the_lengths_that_ran(tmp_path: Path) -> None:
+    lengths = [130, 77, 64, 31, 8, 3, 1, 90, 55, 200, 12, 5]
+    told = []
+    for seq_length in ("512", "2048"):
+        folder = tmp_path / seq_length
+        folder.mkdir()
+        flags = [*documents(folder, lengths), "--train-iters", "2", "--save-interval", "2"]
+        flags += ["--seq-length", seq_length, "--max-position-embeddings", "2048"]
+        flags += ["--log-progress", "--save", str(folder / "saved")]
+        train(2, folder / "run", *flags)
+        progress = (folder / "saved" / "progress.txt").read_text()
+        told.append(re.findall(r"Floating-point operations: (\S+)", progress)[-1])
+    # Two layers of MODEL: projections, MLP of three matrices, logits; a causal half of the scores.
+    tokens, squares = 2 * sum(lengths), 2 * sum(n * n for n in lengths)
+    layer = 64 * (64 + 2 * 16) + 64 * 64 + 3 * 64 * 128
+    forward = tokens * 2 * (2 * layer + 64 * 256) + squares * 2 * 2 * 64
+    assert told[0] == told[1] and abs(float(told[0]) / (3 * forward) - 1) < 0.01

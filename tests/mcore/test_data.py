@@ -203,7 +203,7 @@ def test_the_loss_is_masked_behind_an_end_of_document_as_megatron_masks_it(
         for rank in range(2):
             layout = rank_layout(plan, rank, row_multiple=4)
             order, lengths = np.array([1, 0, 3]), plan.lengths
-            tokens, labels, mask = read_tokens(layout, order, lengths, documents, end)
+            tokens, labels, mask = read_tokens(layout, order, lengths, documents, end=end)
             plain = read_tokens(layout, order, lengths, documents)
             assert tokens.tolist() == plain[0].tolist() and labels.tolist() == plain[1].tolist()
             _, megatrons, _ = _get_ltor_masks_and_position_ids(
@@ -218,9 +218,9 @@ def test_where_a_document_would_be_cut_in_two_the_flag_is_named(
     plan = Plan.from_nodes(TREE, [5], [LEFT])
     layout, lengths = rank_layout(plan, 0, row_multiple=4), plan.lengths
     flag = "--reset-position-ids"
-    read_tokens(layout, np.array([1]), lengths, documents, EndOfDocument(14, False, flag))
+    read_tokens(layout, np.array([1]), lengths, documents, end=EndOfDocument(14, False, flag))
     with pytest.raises(ValueError, match=f"{flag} would cut document 1 of .* token 12 at place 2:"):
-        read_tokens(layout, np.array([1]), lengths, documents, EndOfDocument(12, False, flag))
+        read_tokens(layout, np.array([1]), lengths, documents, end=EndOfDocument(12, False, flag))
 
 
 def test_mock_documents_are_long_tailed_and_the_same_on_every_rank_and_slice() -> None:

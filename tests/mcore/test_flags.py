@@ -36,6 +36,7 @@ BAD = {
     "--nsp-save-budget-gb -1": "--nsp-save-budget-gb must be at least 0, got -1.0",
     "--nsp-save-budget-gb nan": "--nsp-save-budget-gb must be at least 0, got nan",
     "--nsp-plan-ahead -1": "--nsp-plan-ahead must be at least 0, got -1",
+    "--nsp-check -1": "--nsp-check must be at least 0, got -1",
     "--nsp-over-long drop": "--nsp-over-long must be one of filter, error, got drop",
     "--nsp-max-length 400 --nsp-over-long error": "512 tokens, over --nsp-max-length 400; 1 of",
     "--nsp-policy fastest": "--nsp-policy must be file:PATH or one of auto, search",
@@ -250,8 +251,8 @@ def test_exit_code_two_and_one_line(prefix: Path) -> None:
     )
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "error" in line] == [
-        "pretrain_nsp.py: error: --context-parallel-size must be 1 with nested sequence "
-        "parallelism, which shares samples over the data-parallel ranks itself; got 2"
+        "pretrain_nsp.py: error: --context-parallel-size 2 does not divide the 1 data-parallel "
+        "ranks"
     ]
     assert "Traceback" not in done.stderr
 

@@ -4,18 +4,25 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import training
 
 from megatron_nsp.mcore.cuda_connections import describe_connections
 from megatron_nsp.mcore.fixes import at_start
+from megatron_nsp.mcore.hooks import PlannedDocuments
 from megatron_nsp.mcore.loss import per_token_loss
 from megatron_nsp.mcore.model import hybrid_stack, model_of
+from megatron_nsp.mcore.moe.layer import NestedMoELayer, exchange_experts
+from megatron_nsp.mcore.moe.router import NestedRouter
 from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.mcore.pretrain import Trainer
 from megatron_nsp.mcore.spec import NestedCoreAttention, exchange_core_attention, nested_spec
@@ -60,9 +67,8 @@ def test_megatron_is_shown_the_loss_of_a_rank(
     trainer.runtime = SimpleNamespace()  # type: ignore[assignment]
     rows = {"tokens": None, "labels": None, "loss_mask": torch.ones(1, 1)}
     nested = NestedBatch.build(Plan.from_nodes(SPTree(1, (1,)), [1], [Node(0, 0)]), 0)
-    batch = SimpleNamespace(
-        **rows, nested=nested, positions=torch.zeros(1), padding_mask=None, step_has_targets=True
-    )
+    rows |= {"positions": torch.zeros(1), "further": ()}
+    batch = SimpleNamespace(**rows, nested=nested, step_has_targets=True)
     losses, reduce = trainer.forward_step(
         iter([batch]), lambda *_, **__: torch.full((1, 1), loss, requires_grad=True)
     )
@@ -157,7 +163,7 @@ def test_a_spec_may_be_one_layer_or_a_block_or_a_stack_or_make_one() -> None:
         return SimpleNamespace(submodules=submodules, attention=attention)
 
     one, two, three = layer(), layer(), layer()
-    stack = SimpleNamespace(attention_layer=two, mla_layer=three)
+    stack = SimpleNamespace(attention_layer=two, mla_layer=three, moe_layer=None)
     for spec, layers in (
         (one, [one]),
         (SimpleNamespace(layer_specs=[one, two]), [one, two]),
@@ -184,6 +190,34 @@ def test_megatrons_own_stack_of_a_hybrid_model_takes_nested_attention() -> None:
         assert nested is NestedCoreAttention and own is not NestedCoreAttention
 
 
+def test_experts_are_exchanged_once_and_in_a_copy_of_megatrons_stack() -> None:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    spec = exchange_core_attention(exchange_core_attention(hybrid_stack()))
+    own, nested = (each.submodules.moe_layer for each in (hybrid_stack_spec, spec))
+    assert nested.submodules.mlp.func is NestedMoELayer
+    assert nested.submodules.mlp.keywords["submodules"].router is NestedRouter
+    assert nested.module.__bases__ == (own.module,)
+    assert own.submodules.mlp.func is MoELayer
+    assert own.submodules.mlp.keywords["submodules"].router is TopKRouter
+
+
+def test_experts_that_may_count_the_tokens_of_one_rank_are_refused() -> None:
+    class OwnRouter(TopKRouter):
+        pass
+
+    class OwnExperts(MoELayer):
+        pass
+
+    for experts, router in ((MoELayer, OwnRouter), (OwnExperts, TopKRouter)):
+        made_of = MoESubmodules(experts=SimpleNamespace, router=router)
+        mlp = ModuleSpec(module=experts, submodules=made_of)
+        layer = SimpleNamespace(submodules=SimpleNamespace(mlp=mlp))
+        words = f"--spec has experts of {experts.__name__} with {router.__name__}: only"
+        with pytest.raises(ValueError, match=words):
+            exchange_experts(layer)
+
+
 def model_args(**fields: object) -> SimpleNamespace:
     """What the planner's model is made of: DeepSeek-V2-Lite's attention in two layers."""
     sizes = {"num_layers": 2, "hidden_size": 2048, "num_attention_heads": 16, "kv_channels": 128}
@@ -195,8 +229,13 @@ def model_args(**fields: object) -> SimpleNamespace:
     flags |= {"hybrid_layer_pattern": None, "pipeline_model_parallel_size": 1}
     flags |= {"moe_shared_expert_intermediate_size": None, "moe_ffn_hidden_size": None}
     flags |= {"moe_layer_freq": 1, "decoder_first_pipeline_num_layers": None}
-    flags |= {"decoder_last_pipeline_num_layers": None}
+    flags |= {"decoder_last_pipeline_num_layers": None, "pipeline_model_parallel_layout": None}
+    flags |= {"num_layers_per_virtual_pipeline_stage": None, "mtp_num_layers": None}
+    flags |= {"num_virtual_stages_per_pipeline_rank": None}
+    flags |= {"account_for_embedding_in_pipeline_split": False}
+    flags |= {"account_for_loss_in_pipeline_split": False}
     flags |= {"heterogeneous_layers_config_encoded_json": None}
+    flags |= {"mtp_num_layers": None, "mtp_use_repeated_layer": False}
     return SimpleNamespace(**{**sizes, **flags, "window_attn_skip_freq": None, **fields})
 
 
@@ -220,6 +259,22 @@ def test_the_planner_knows_the_windows() -> None:
     args = model_args(num_layers=6, window_size=(9, 0), window_attn_skip_freq=3)
     shape = model_of(args).shape(pipeline_parallel=2)  # type: ignore[arg-type]
     assert (shape.num_layers, shape.num_windowed_layers, shape.window_left) == (3, 2, 9)
+
+
+def test_the_planner_counts_further_tokens_as_layers_of_the_last_stage_with_an_output_each() -> (
+    None
+):
+    windows = {"window_size": (9, 0), "window_attn_skip_freq": [0, 1, 0, 0]}
+    sizes = {"num_layers": 4, "pipeline_model_parallel_size": 2, "mtp_num_layers": 2}
+    model = model_of(model_args(**sizes, **windows))  # type: ignore[arg-type]
+    assert (model.num_layers, model.mlps, model.num_windowed_layers) == (8, 8, 2)
+    shape = model.shape(pipeline_parallel=2)
+    assert (shape.num_layers, shape.output_flops_per_token) == (4, 3 * 2 * 102400 * 2048)
+    sizes["mtp_use_repeated_layer"] = True
+    repeated = model_of(model_args(**sizes, **windows))  # type: ignore[arg-type]
+    assert (repeated.num_layers, repeated.num_windowed_layers) == (8, 1)  # layer 1, twice
+    sizes |= {"num_experts": 4, "moe_layer_freq": [0, 0, 0, 1]}
+    assert model_of(model_args(**sizes)).expert_layers == 2 * 3  # type: ignore[arg-type]
 
 
 def test_the_planner_knows_the_layers_of_a_hybrid_model() -> None:
@@ -361,13 +416,33 @@ def test_m16_far_positions_keep_their_angles_in_models_of_16_bits() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment(), check=True)
 
 
-def test_a_batch_that_runs_once_more_begins_with_nothing_kept() -> None:
+def test_every_pass_over_a_batch_begins_with_nothing_kept_and_keeps_its_own() -> None:
+    """Of a step that runs once more, and of the chunks of a model on one pipeline rank."""
     plan = Plan.from_nodes(SPTree(1, (1,)), [5], [Node(0, 0)])
     batch = NestedBatch.build(plan, 0)
     rows = torch.zeros(5, 1, 2)
-    batch.saved_outputs[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
-    params = NestedSeqParams.of(batch, SimpleNamespace(), torch.arange(5))
-    assert params.nested is batch and not batch.saved_outputs
+    runtime, positions = SimpleNamespace(), torch.arange(5)
+    one, other = (NestedSeqParams.of(batch, runtime, positions).nested for _ in range(2))  # type: ignore[arg-type]
+    assert one is not None and other is not None
+    one.saved_outputs[1] = {Node(0, 0): SavedOutput(1, rows, torch.zeros(1, 5))}
+    assert not batch.saved_outputs and not other.saved_outputs
+    assert one._rows is other._rows and one._steps is other._steps  # prepared once for both
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_chunks_of_a_model_draw_the_same_micro_batches_made_once(first: int) -> None:
+    made: list[int] = []
+
+    def micro_batches() -> Iterator[Any]:
+        for number in range(4):
+            made.append(number)
+            yield number
+
+    documents = PlannedDocuments(micro_batches, num_chunks=2)
+    chunks = [documents.iterator(), documents.iterator()]
+    order = [first, first, 1 - first, first, 1 - first, 1 - first]
+    assert [next(chunks[chunk]) for chunk in order] == [0, 1, 0, 2, 1, 2]
+    assert made == [0, 1, 2]
 
 
 @pytest.mark.parametrize("value", [None, "1", "8", "32"])

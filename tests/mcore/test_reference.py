@@ -3,6 +3,7 @@
 The other tests compare placements with one another; what every placement gets wrong shows here.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ WINDOWS = ["--window-size", "20,0", "--window-attn-skip-freq", "2"]
 LISTED = ["--window-size", "5,0", "--window-attn-skip-freq", "[0,1]"]
 YARN = ["--position-embedding-type", "yarn", "--rotary-scaling-factor", "4", "--mscale", "0.8"]
 SCALE = ["--use-mup", "--kv-channels", "64"]
+MTP = ["--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.3"]
 HYBRID = ["--spec", "tests.mcore.local_stack", "SPEC", "--hybrid-layer-pattern"]
 MODELS: dict[str, list[str]] = {
     "dense": [],
@@ -41,14 +43,15 @@ MODELS: dict[str, list[str]] = {
     ],
     "full masks": ["--spec", "tests.mcore.full_mask", "layer_spec"],
     "latent": [*LATENT, "rope"],
+    "further tokens": MTP,
     "hybrid": [*HYBRID, "*-*E-", *WINDOWS, *MOE],
     "latent yarn": [*LATENT, *["yarn", "--rotary-scaling-factor", "4", "--mscale-all-dim", "0.7"]],
 }
 
 
-def plain(out: Path, documents: Path, *flags: str) -> dict:
+def plain(out: Path, documents: Path, *flags: str, lengths: Sequence[int] = tuple(LENGTHS)) -> dict:
     """Losses and gradients of Megatron alone."""
-    args = ["--documents", str(documents), "--lengths", ",".join(map(str, LENGTHS))]
+    args = ["--documents", str(documents), "--lengths", ",".join(map(str, lengths))]
     argv, log = [str(out), *model_flags(flags), *args], out.with_suffix(".log")
     code = run_forked("plain", True, 1, argv, log)
     assert code == 0, log.read_text()[-3000:]
@@ -77,6 +80,7 @@ def assert_equals_plain(run: Run, step: int, expected: dict) -> None:
     losses, grads = run.token_losses(step), run.grads(step)
     assert losses.keys() == expected["losses"].keys()
     assert max(abs(losses[key] - loss) for key, loss in expected["losses"].items()) < 1e-9
+    assert run.mtp_losses[step] == pytest.approx(expected["mtp_losses"], rel=1e-9)
     assert grads.keys() == expected["grads"].keys()
     for name, grad in expected["grads"].items():
         assert grad.dtype == torch.float64

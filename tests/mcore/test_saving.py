@@ -22,10 +22,16 @@ def arguments(**changed: object) -> SimpleNamespace:
         "pipeline_model_parallel_size": 2,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
         "recompute_granularity": None,
         "recompute_method": None,
         "recompute_num_layers": None,
         "recompute_modules": None,
+        "mtp_num_layers": None,
         "fine_grained_activation_offloading": False,
         "offload_modules": [],
     }
@@ -58,11 +64,31 @@ def arguments(**changed: object) -> SimpleNamespace:
         ),
         ({"recompute_granularity": "selective"}, 6, "selective"),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 0, "none"),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "mtp_num_layers": 2,
+            },
+            8,
+            "full",
+        ),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 2,
+                "mtp_num_layers": 2,
+            },
+            2,
+            "full",
+        ),
         ({"recompute_activations": True}, 6, "selective"),
         ({"recompute_activations": True, "decoder_last_pipeline_num_layers": 4}, 8, "selective"),
         (
             {
                 "recompute_activations": True,
+                "num_layers": 13,
                 "pipeline_model_parallel_size": 4,
                 "decoder_first_pipeline_num_layers": 1,
                 "decoder_last_pipeline_num_layers": 2,
@@ -80,7 +106,16 @@ def test_recomputed_layers_of_the_stage_that_has_most(
     if "recompute_activations" in changed:  # as Megatron's validation leaves it
         args = arguments(**changed | {"recompute_granularity": "selective"})
     assert recomputed(args) == cost_says
-    assert recompute_share(args) == {0: 0, 4: 4 / 6}.get(layers, 1)
+    assert recompute_share(args) == {0: 0, 2: 2 / 8, 4: 4 / 6}.get(layers, 1)
+
+
+def test_every_chunk_of_a_rank_recomputes_its_first_layers() -> None:
+    """Two of each, but the one layer of the last: 2 + 2 of 8 layers, and 2 + 1 of 4."""
+    block = {"recompute_granularity": "full", "recompute_method": "block"}
+    args = arguments(
+        **block, recompute_num_layers=2, pipeline_model_parallel_layout="Ettttt|ttt|ttt|tL"
+    )
+    assert (recomputed_layers(args), recompute_share(args)) == (4, 4 / 8)
 
 
 def test_the_output_costs_nothing_where_attention_alone_is_recomputed() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.utils import unwrap_model
 from megatron.training import training
 
 from megatron_nsp.mcore import pretrain
@@ -25,7 +25,7 @@ ROWS: list[tuple[int, int]] = []
 LAYER_INPUTS: list[tuple[int, list[tuple[int, int]], torch.Tensor]] = []
 LOG = CollectiveLog()
 ROTARY_GROUPS: list[Any] = []
-PADDING: list[int | None] = []
+PADDING: list[int] = []
 READS: list[tuple[int, int, int]] = []
 MORE: dict[str, list[Any]] = {}
 
@@ -119,10 +119,9 @@ def route_to_one_expert() -> None:
     TopKRouter.gating = biased
     forward = TopKRouter.forward
 
-    def watched(self: TopKRouter, *args: Any, **kwargs: Any) -> Any:
-        masks = [*args[1:2], *(kwargs[key] for key in ("padding_mask",) if key in kwargs)]
-        PADDING.append(int(masks[0].sum()) if masks and masks[0] is not None else None)
-        return forward(self, *args, **kwargs)
+    def watched(self: TopKRouter, input: torch.Tensor, rows: Any) -> Any:
+        PADDING.append(int(rows.is_filler.sum()))
+        return forward(self, input, rows)
 
     TopKRouter.forward = watched
 
@@ -166,12 +165,32 @@ def watch_loss() -> None:
     training.training_log = watched
 
 
+def watch_further_losses() -> None:
+    """Saves what Megatron logs of multi-token prediction in each step, unrounded."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    track = MTPLossLoggingHelper.track_mtp_metrics
+
+    def watched(*args: Any) -> None:
+        *before, total_loss_dict = args
+        losses: dict[str, torch.Tensor] = {}
+        track(*before, losses)
+        STEPS[-1]["mtp_losses"] = [float(losses[name]) for name in sorted(losses)]
+        for name, loss in losses.items():  # on the last pipeline stage alone
+            total_loss_dict[name] = total_loss_dict.get(name, torch.zeros_like(loss)) + loss
+        for name in ("correct", "total") if losses else ():
+            counts = MTPLossLoggingHelper.tracker[f"cumulative_{name}_values"]
+            STEPS[-1][f"mtp_{name}"] = counts.tolist()
+
+    MTPLossLoggingHelper.track_mtp_metrics = staticmethod(watched)
+
+
 def watch_tokens() -> None:
     """Saves each token's loss by document and position."""
     forward = pretrain.Trainer.forward_step
 
     def watched(self: pretrain.Trainer, data_iterator: Any, model: Any) -> Any:
-        if not torch.is_grad_enabled() or not mpu.is_pipeline_last_stage():  # no losses here
+        if not torch.is_grad_enabled() or not unwrap_model(model).post_process:  # no losses here
             return forward(self, data_iterator, model)
         batches = []
 
@@ -215,12 +234,31 @@ def watch_layer_inputs() -> None:
     TransformerLayer.forward = watched
 
 
+def fill_blocks(rows: int) -> None:
+    """Fills buffers as for FP8; saves of each layer's input its rows, and its fillers' largest."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_nsp.mcore import job, model
+
+    for module in (job, model, pretrain):
+        module.block_rows = lambda args: rows
+    forward, fillers = TransformerLayer.forward, MORE.setdefault("fillers", [])
+
+    def watched(self: TransformerLayer, hidden_states: torch.Tensor, *a: Any, **k: Any) -> Any:
+        held = len(ROWS)
+        largest = hidden_states[held:].abs().amax((1, 2)).tolist()
+        fillers.append((hidden_states.shape[0], largest))
+        return forward(self, hidden_states, *a, **k)
+
+    TransformerLayer.forward = watched
+
+
 def watch_groups() -> None:
     """Puts a logging group around each nested group."""
-    provide = pretrain.Trainer.__call__
+    open_runtime = pretrain.Trainer._open_runtime
 
-    def watched(self: pretrain.Trainer, *args: Any, **kwargs: Any) -> Any:
-        result = provide(self, *args, **kwargs)
+    def watched(self: pretrain.Trainer) -> None:
+        open_runtime(self)
         assert self.runtime is not None
         group_of = self.runtime.groups._group_of
         plain = dict(group_of)
@@ -233,9 +271,8 @@ def watch_groups() -> None:
             close()
 
         self.close = restore_and_close  # type: ignore[method-assign]
-        return result
 
-    pretrain.Trainer.__call__ = watched
+    pretrain.Trainer._open_runtime = watched
 
 
 def save_without_a_process() -> None:

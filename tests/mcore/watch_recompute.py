@@ -10,7 +10,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
 
 from megatron_nsp.mcore import pretrain
-from megatron_nsp.mcore.data import MicroBatch
+from megatron_nsp.mcore.packed_seq_params import NestedSeqParams
 from megatron_nsp.runtime.attention import NestedBatch
 from megatron_nsp.runtime.kernels.cpu_flash import CpuFlashKernel
 from tests.mcore import watch
@@ -54,22 +54,23 @@ def saved_bytes(batch: NestedBatch) -> tuple[int, int]:
 
 def _watch_saved() -> None:
     """Writes down what each micro-batch has saved after forward, and all in flight together."""
-    forward = pretrain.Trainer.forward_step
+    forward, params_of = pretrain.Trainer.forward_step, NestedSeqParams.of
+
+    def watched_params(*args: Any) -> NestedSeqParams:
+        params = params_of(*args)
+        assert params.nested is not None
+        _BATCHES.append(params.nested)
+        return params
 
     def watched(self: pretrain.Trainer, data_iterator: Any, model: Any) -> Any:
-        class Tap:
-            def __next__(tap) -> MicroBatch:  # noqa: N805 - self is the trainer
-                batch = next(data_iterator)
-                _BATCHES.append(batch.nested)
-                return batch
-
-        result = forward(self, Tap(), model)
+        result = forward(self, data_iterator, model)
         batch = _BATCHES[-1]
         SAVED.append((torch.is_grad_enabled(), batch.micro_batch, *saved_bytes(batch)))
         _BATCHES[:] = [each for each in _BATCHES if each.saved_outputs]
         LIVE_BYTES.append(sum(sum(saved_bytes(each)) for each in _BATCHES))
         return result
 
+    NestedSeqParams.of = watched_params
     pretrain.Trainer.forward_step = watched
 
 

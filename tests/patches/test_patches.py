@@ -158,8 +158,8 @@ def test_a_patched_tree_trains(tree: Tree) -> None:
         "initialize_from": "megatron.core.parallel_state",
         "num_groups": 1,
         "groups_after_destroy": False,
-        # 0002: the provider returned documents
-        "iterator": "NestedDataIterator",
+        # 0002: the provider returned documents, whose iterators are made for chunks of a model
+        "iterator": "_tee",
         # 0003
         "batch_tokens": BATCH_TOKENS,
     }

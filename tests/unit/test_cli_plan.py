@@ -177,6 +177,10 @@ def test_the_table_shows_what_a_person_asks_for(capsys) -> None:
         ("--lengths 3 --ranks 2 --model qwen3-8b --heads 4", "--heads must not be given too"),
         ("--lengths 3 --ranks 2 --model qwen3-8b --tp 3", "tensor parallelism 3 cannot split"),
         ("--lengths 3 --ranks 6 --model qwen3-30b-a3b --ep 4", "--ep 4 does not divide --ranks 6"),
+        (
+            "--lengths 3 --ranks 6 --model qwen3-30b-a3b --vpp 2",
+            "--vpp 2 needs --pp of at least 2, got 1",
+        ),
         ("--lengths 3 --ranks 2 --memory-gb 80", "--memory-gb 80.0 needs --model"),
         ("--lengths 3 --ranks 2 --memory-gb nan --model qwen3-8b", "--memory-gb must be positive"),
         (

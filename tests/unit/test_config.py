@@ -26,6 +26,7 @@ FLAGS = {
     "--nsp-kernel",
     "--nsp-record-plans",
     "--nsp-cpu",
+    "--nsp-check",
 }
 
 

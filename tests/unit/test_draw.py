@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_nsp.steps.draw import Blend, BlendDraw, DataSetDraw, document_order
-from megatron_nsp.steps.sampler import BatchSampler
+from megatron_nsp.steps.sampler import BatchSampler, always
 
 
 def random_blend(seed: int) -> tuple[Blend, np.ndarray]:
@@ -85,7 +85,7 @@ def test_without_weights_the_order_is_one_permutation_of_seed_and_epoch() -> Non
 def sampler(blend: Blend) -> BatchSampler:
     """Lengths of 0 to 119, of which the longest do not fit."""
     lengths = np.random.default_rng(0).integers(0, 120, blend.bounds[-1])
-    return BatchSampler(lengths, 700, 100, seed=4, blend=blend)
+    return BatchSampler(lengths, always(700), 100, seed=4, blend=blend)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7, 40])
@@ -112,8 +112,8 @@ def test_a_resumed_draw_goes_on_as_the_whole_one(steps: int) -> None:
 
 def test_a_pass_draws_every_document_that_can_be_trained_on_once() -> None:
     lengths = np.random.default_rng(1).integers(0, 120, 300)
-    once = BatchSampler(lengths, 700, 100, seed=4, once=True)
-    endless = BatchSampler(lengths, 700, 100, seed=4)
+    once = BatchSampler(lengths, always(700), 100, seed=4, once=True)
+    endless = BatchSampler(lengths, always(700), 100, seed=4)
     drawn: list[int] = []
     while not once.is_over:
         batch, expected = once.draw(), endless.draw()
@@ -127,6 +127,6 @@ def test_a_pass_draws_every_document_that_can_be_trained_on_once() -> None:
 
 
 def test_m7_an_epoch_of_four_steps_and_documents_counted_from_the_start() -> None:
-    even = BatchSampler(np.full(64, 64), 1024, 64, seed=1)
+    even = BatchSampler(np.full(64, 64), always(1024), 64, seed=1)
     counts = [(batch.epoch, batch.num_drawn) for batch in (even.draw() for _ in range(9))]
     assert counts == [(step // 4, 16 * step + 16) for step in range(9)]

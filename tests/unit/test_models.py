@@ -8,6 +8,7 @@ from megatron_nsp.cost.memory import (
     RECOMPUTE,
     MemoryPlan,
     activation_bytes,
+    micro_batches_in_flight,
     state_bytes,
     token_budget,
 )
@@ -139,6 +140,18 @@ def test_recomputing_more_leaves_room_for_more_tokens() -> None:
     plan = MemoryPlan(64)
     states, each = state_bytes(A3B, plan) + plan.reserve_bytes, activation_bytes(A3B, plan)
     assert budgets_hold(token_budget(A3B, plan, 80e9), states, each)
+
+
+def test_a_first_pipeline_rank_holds_what_the_schedule_has_in_flight() -> None:
+    """Megatron's warmup by hand: 4 ranks run 6 passes for those after them, and one in turn."""
+    assert [micro_batches_in_flight(stages) for stages in (1, 4)] == [1, 4]
+    assert micro_batches_in_flight(4, 2) * 2 == 2 * 3 + 4 + 1
+    assert micro_batches_in_flight(4, 3, group=8) * 3 == 2 * 3 + 2 * 8 + 1
+    flat, virtual = (MemoryPlan(8, pipeline_parallel=4, virtual_stages=v) for v in (1, 3))
+    logits = 10 * DENSE.vocab_size
+    assert activation_bytes(DENSE, virtual) - logits == pytest.approx(
+        (activation_bytes(DENSE, flat) - logits) / 4 * (2 * 3 + 2 * 4 + 1) / 3
+    )
 
 
 def budgets_hold(tokens: int, states: float, each: float) -> bool:

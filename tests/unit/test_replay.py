@@ -9,8 +9,10 @@ import pytest
 from megatron_nsp.plan.plan import CARRIED, Plan
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.steps.replay import PlanRecorder, PlanReplay
+from megatron_nsp.steps.sampler import always
 
 TREE = SPTree(4, (1, 2, 4))
+ONE = always(1)
 
 
 def step(number: int) -> Plan:
@@ -35,7 +37,7 @@ def recorded(path: Path, first: int, last: int) -> list[str]:
 def test_recorded_plans_come_back_in_order_and_then_the_file_ends(tmp_path: Path) -> None:
     path = tmp_path / "plans"
     recorded(path, 0, 2)
-    replay = PlanReplay(str(path), TREE, num_micro_batches=1, token_budget=None)
+    replay = PlanReplay(str(path), TREE, ONE, token_budget=None)
     for number in range(3):
         assert replay.plan(step(number).lengths) == step(number)
     with pytest.raises(ValueError, match=f"file:{path} ends after 3 plans"):
@@ -65,13 +67,13 @@ def test_a_resumed_run_that_begins_a_file_replays_from_its_own_step_on(tmp_path:
     path = tmp_path / "plans"
     assert [json.loads(line)["step"] for line in recorded(path, 2, 4)] == [2, 3, 4]
     for resumed_at in (2, 3, 4):
-        replay = PlanReplay(str(path), TREE, 1, None)
+        replay = PlanReplay(str(path), TREE, ONE, None)
         for number in range(resumed_at):
             assert replay.carried(step(number).lengths).tolist() == []
         for number in range(resumed_at, 5):
             assert replay.plan(step(number).lengths) == step(number)
     with pytest.raises(ValueError, match=f"file:{path} holds plans 2 to 4, none of step 0"):
-        PlanReplay(str(path), TREE, 1, None).plan(step(0).lengths)
+        PlanReplay(str(path), TREE, ONE, None).plan(step(0).lengths)
 
 
 def test_a_run_that_resumes_on_a_later_file_keeps_its_steps_before_that(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_a_step_in_the_middle_that_is_missing_is_never_passed_over(tmp_path: Pat
     path = tmp_path / "plans"
     recorded(path, 0, 0)
     recorded(path, 2, 2)  # of a run whose file was elsewhere in step 1
-    replay = PlanReplay(str(path), TREE, 1, None)
+    replay = PlanReplay(str(path), TREE, ONE, None)
     assert replay.plan(step(0).lengths) == step(0)
     for next_step in (replay.plan, replay.carried):
         with pytest.raises(ValueError, match="holds plans 0 to 2, none of step 1"):
@@ -95,7 +97,7 @@ def test_a_step_in_the_middle_that_is_missing_is_never_passed_over(tmp_path: Pat
 def test_skipped_steps_carry_what_their_plans_carried(tmp_path: Path) -> None:
     nodes = [TREE.node(1, 0), TREE.node(1, 1)]
     carries = Plan.from_nodes(TREE, [5, 3], nodes, micro_batch=[0, CARRIED])
-    replay = PlanReplay(written(tmp_path / "plans", carries), TREE, 1, None)
+    replay = PlanReplay(written(tmp_path / "plans", carries), TREE, ONE, None)
     assert replay.carried(carries.lengths).tolist() == [1]
 
 
@@ -103,7 +105,7 @@ def test_lines_without_a_step_are_counted_and_stay_so_when_a_run_resumes(tmp_pat
     path = tmp_path / "plans"
     written(path, step(0), step(1), step(2))
     recorded(path, 2, 3)
-    replay = PlanReplay(str(path), TREE, 1, None)
+    replay = PlanReplay(str(path), TREE, ONE, None)
     assert [replay.plan(step(number).lengths) for number in range(4)] == list(map(step, range(4)))
 
 
@@ -112,7 +114,7 @@ def test_lines_out_of_order_are_refused(tmp_path: Path) -> None:
     lines = recorded(path, 0, 2)
     path.write_text("\n".join((lines[0], lines[2], lines[1])) + "\n")
     with pytest.raises(ValueError, match="line 3 is of step 1, the line before it of step 2"):
-        PlanReplay(str(path), TREE, 1, None)
+        PlanReplay(str(path), TREE, ONE, None)
 
 
 def test_a_missing_folder_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -137,29 +139,29 @@ def test_a_plan_of_another_job_is_refused(
     fits = Plan.from_nodes(tree, [10, 5], nodes, num_micro_batches=num_micro_batches)
     path = written(tmp_path / "plans", fits, step(0))
     with pytest.raises(ValueError, match=message):
-        PlanReplay(path, tree, num_micro_batches, token_budget)
+        PlanReplay(path, tree, always(1, num_micro_batches), token_budget)
 
 
 def test_the_budget_holds_in_every_micro_batch_and_may_be_used_up(tmp_path: Path) -> None:
     nodes = [TREE.node(1, 0), TREE.node(1, 0)]
     plan = Plan.from_nodes(TREE, [6, 7], nodes, micro_batch=[0, 1], num_micro_batches=2)
     path = written(tmp_path / "plans", plan)
-    assert PlanReplay(path, TREE, 2, token_budget=7).plan(plan.lengths) == plan
+    assert PlanReplay(path, TREE, always(1, 2), token_budget=7).plan(plan.lengths) == plan
     with pytest.raises(ValueError, match=r"plan 0 puts 7 tokens on a rank, over .* 6"):
-        PlanReplay(path, TREE, 2, token_budget=6)
+        PlanReplay(path, TREE, always(1, 2), token_budget=6)
 
 
 def test_a_plan_that_runs_nothing_is_refused(tmp_path: Path) -> None:
     plan = Plan.from_nodes(TREE, [5, 3], [TREE.node(1, 0)] * 2, micro_batch=[CARRIED] * 2)
     with pytest.raises(ValueError, match="plan 0 runs none of its 2 samples"):
-        PlanReplay(written(tmp_path / "plans", plan), TREE, 1, None)
+        PlanReplay(written(tmp_path / "plans", plan), TREE, ONE, None)
 
 
 @pytest.mark.parametrize("lengths", [[12], [12, 2], [1, 12], [12, 1, 1]])
 def test_a_plan_for_other_lengths_than_the_batch_has_is_refused(
     tmp_path: Path, lengths: list[int]
 ) -> None:
-    replay = PlanReplay(written(tmp_path / "plans", step(0)), TREE, 1, None)
+    replay = PlanReplay(written(tmp_path / "plans", step(0)), TREE, ONE, None)
     message = f"plan 0 is for 2 samples of 13 tokens, the batch has {len(lengths)} of"
     with pytest.raises(ValueError, match=f"{message} {sum(lengths)}"):
         replay.plan(np.array(lengths))
@@ -167,10 +169,10 @@ def test_a_plan_for_other_lengths_than_the_batch_has_is_refused(
 
 def test_a_missing_or_damaged_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"file:{tmp_path}/none: there is no such file"):
-        PlanReplay(f"{tmp_path}/none", TREE, 1, None)
+        PlanReplay(f"{tmp_path}/none", TREE, ONE, None)
     path = tmp_path / "plans"
     no_step = json.dumps({"step": "next"} | step(0).to_dict())
     for damaged in (step(0).to_json()[:-9], "{}", step(0).to_json().replace("12", "13"), no_step):
         path.write_text(step(0).to_json() + "\n" + damaged + "\n")
         with pytest.raises(ValueError, match=f"file:{path}: line 2 is not a plan: "):
-            PlanReplay(str(path), TREE, 1, None)
+            PlanReplay(str(path), TREE, ONE, None)

@@ -18,7 +18,7 @@ from megatron_nsp.plan.plan import Plan
 from megatron_nsp.plan.saving import SavedSamples
 from megatron_nsp.plan.tree import SPTree
 from megatron_nsp.planner import plan_batch
-from megatron_nsp.steps.sampler import Batch, BatchSampler
+from megatron_nsp.steps.sampler import Batch, BatchSampler, always
 from megatron_nsp.steps.step_planner import PlannedStep, StepPlanner, plan_carried_first
 
 TREE = SPTree(4, (1, 2, 4))
@@ -38,7 +38,7 @@ def planner(budget: int | None, plan_ahead: int = 0, first_step: int = 0) -> Ste
         return plan_carried_first(batch, lambda lengths: plan_lengths(lengths, budget))
 
     return StepPlanner(
-        BatchSampler(LENGTHS, 300, 100, seed=1),
+        BatchSampler(LENGTHS, always(300), 100, seed=1),
         plan,
         plan_ahead,
         None if budget is None else lambda batch: plan(batch)[0].carried,
@@ -88,7 +88,7 @@ def test_k3_a_run_resumed_at_the_end_of_an_epoch_has_all_of_the_next() -> None:
     """64 documents of 64 tokens, 16 a step: the first epoch ends with step 4."""
 
     for first_step in (0, 4, 8):
-        sampler = BatchSampler(np.full(64, 64), 1024, 64, seed=1)
+        sampler = BatchSampler(np.full(64, 64), always(1024), 64, seed=1)
         resumed = StepPlanner(sampler, lambda b: plan_lengths(b.lengths), 0, first_step=first_step)
         epoch = [resumed.next_step().batch.documents for _ in range(4)]
         resumed.close()
@@ -101,7 +101,9 @@ class WatchedPlanning:
     def __init__(self, plan_ahead: int) -> None:
         self.caller_is_busy, self.third_is_planned = threading.Event(), threading.Event()
         self.threads: list[int] = []
-        self.source = StepPlanner(BatchSampler(LENGTHS, 300, 100, seed=1), self.plan, plan_ahead)
+        self.source = StepPlanner(
+            BatchSampler(LENGTHS, always(300), 100, seed=1), self.plan, plan_ahead
+        )
 
     def plan(self, batch: Batch) -> tuple[Plan, PlanScore]:
         if self.threads:
@@ -145,7 +147,7 @@ def test_h2_marks_are_made_with_the_plan_and_are_part_of_the_digest() -> None:
 
     found = []
     for mark_saved in (mark, mark, lambda plan: SavedSamples()):
-        sampler = BatchSampler(LENGTHS, 300, 100, seed=1)
+        sampler = BatchSampler(LENGTHS, always(300), 100, seed=1)
         source = StepPlanner(sampler, plan_batch_, 2, mark_saved=mark_saved)
         found.append([source.next_step() for _ in range(3)])
         source.close()
@@ -166,7 +168,7 @@ def test_the_digest_sees_the_order_of_nodes() -> None:
 @pytest.mark.parametrize("plan_ahead", [0, 2])
 def test_orders_are_chosen_with_the_plan(plan_ahead: int) -> None:
     source = StepPlanner(
-        BatchSampler(LENGTHS, 300, 100, seed=1),
+        BatchSampler(LENGTHS, always(300), 100, seed=1),
         lambda batch: plan_lengths(batch.lengths),
         plan_ahead,
         order_nodes=lambda plan: NodeOrders({(0, Pass.FWD, 0): (plan.num_samples, 0)}),

@@ -36,7 +36,10 @@ CPU_ARGS: Mapping[str, CpuArgument] = {
     "moe_grouped_gemm": CpuArgument("--moe-grouped-gemm", False),
     "moe_permute_fusion": CpuArgument("--moe-permute-fusion", False),
     "moe_router_fusion": CpuArgument("--moe-router-fusion", False),
-    "tp_comm_overlap": CpuArgument("--tp-comm-overlap", False),
+    "gpu_sniff_test_interval": CpuArgument("--gpu-sniff-test-interval", None),
+    "log_straggler": CpuArgument("--log-straggler", False),  # asks the GPU's driver
+    # a process of its own, outside CPU mode, that asks for a GPU and leaves its rank waiting
+    "use_persistent_ckpt_worker": CpuArgument("--use-persistent-ckpt-worker", False),
 }
 """By parser destination. A flag that is typed nevertheless still wins, and is refused."""
 

@@ -5,6 +5,7 @@ import importlib.util
 import os
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -18,6 +19,7 @@ def apply() -> None:
     _keep_compiled_dataset_index()
     make_checkpoints_loadable()
     _end_without_a_folder_to_save_in()
+    _count_samples_by_groups()
     _skip_planned_steps()
 
 
@@ -55,6 +57,27 @@ def _end_without_a_folder_to_save_in() -> None:
         return None
 
     training.save_checkpoint_and_time = save_if_asked
+
+
+class _CountedRanks:
+    """Megatron's parallel state, but for the ranks by which its loop counts samples."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(parallel_state, name)
+
+    def get_data_parallel_world_size(self) -> int:
+        """Data-parallel ranks as the arguments count them: a context-parallel group is one."""
+        return int(training.get_args().data_parallel_size)
+
+
+def _count_samples_by_groups() -> None:
+    """Lets Megatron's loop count the samples of a step as its scheduler of batch sizes does.
+
+    Ranks of a context-parallel group read the same samples. Nested sequence parallelism takes those
+    groups apart, so the parallel state holds more data-parallel ranks than batches are counted by.
+    Can go when `train` counts `get_current_running_global_batch_size()`.
+    """
+    training.mpu = _CountedRanks()
 
 
 def _skip_planned_steps() -> None:
