@@ -12,7 +12,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_nsp.steps.draw import Blend, BlendDraw
-from megatron_nsp.steps.sampler import BatchSampler
+from megatron_nsp.steps.sampler import BatchSampler, always
 from tests.data_maker import write_documents
 from tests.mcore.launch import Run, train
 
@@ -77,7 +77,7 @@ def test_m4_m5_evaluation_goes_on_where_it_was_and_may_take_all_or_nothing_else(
     flags += [str(tmp_path / "valid"), "--nsp-batch-tokens", "300", *FROZEN]
     steps = ["--train-iters", "6"]
     some, every_other = ["--eval-iters", "1"], ["--eval-interval", "2"]
-    sampler = BatchSampler(np.array(VALID), 300, 512, seed=7)
+    sampler = BatchSampler(np.array(VALID), always(300), 512, seed=7)
     expected = [mean(losses, sampler.draw().documents.tolist()) for _ in range(4)]
     assert len({round(value, 6) for value in expected}) == 4
     save = ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--exit-interval", "2"]
