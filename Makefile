@@ -8,7 +8,7 @@ SUITES := tests/unit tests/dist tests/mcore tests/examples tests/patches
 # Ranks share the cores of one machine: more threads than that only fight each other.
 export OMP_NUM_THREADS := 1
 
-TARGETS := demo test check format format-check lint types unit dist mcore examples patches bench
+TARGETS := demo test check format format-check lint types unit dist mcore examples patches matrix bench
 TARGETS += extras gpu
 .PHONY: setup te clean $(TARGETS)
 
@@ -21,10 +21,14 @@ demo:
 	$(PYTHON) examples/cpu/demo.py
 
 test:
-	$(PYTEST) $(SUITES) --durations=15
+	$(PYTEST) $(SUITES) --durations=15 -m "not matrix"
+
+# All cells of the matrix of settings, of which `make test` runs a dozen.
+matrix:
+	$(PYTEST) tests/mcore/test_matrix.py
 
 unit dist mcore examples patches:
-	$(PYTEST) tests/$@
+	$(PYTEST) tests/$@ -m "not matrix"
 
 check: format-check lint types unit dist
 
