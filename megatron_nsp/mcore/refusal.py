@@ -85,7 +85,10 @@ _CHUNKS = (
 DERIVED: Mapping[str, Derived] = {
     "num_ranks": Derived(_DOMAIN, domain_size),
     "num_micro_batches": Derived(
-        ("global_batch_size", "micro_batch_size", "context_parallel_size", *_DOMAIN),
+        (
+            *("global_batch_size", "micro_batch_size", "step_batch_size_schedule"),
+            *("context_parallel_size", *_DOMAIN),
+        ),
         num_micro_batches,
     ),
     "micro_batch_group": Derived(

@@ -1,6 +1,7 @@
 """Sizes of a job that several of Megatron's arguments make up together."""
 
 import argparse
+import re
 
 
 def domain_size(args: argparse.Namespace) -> int:
@@ -15,10 +16,12 @@ def counted_ranks(args: argparse.Namespace) -> int:
 
 
 def num_micro_batches(args: argparse.Namespace) -> int:
-    """Micro-batches of a step whose size no schedule changes."""
-    if args.global_batch_size is None:
-        return 1
-    return int(args.global_batch_size // (counted_ranks(args) * (args.micro_batch_size or 1)))
+    """Micro-batches of a step; of the smallest one where a schedule changes its size."""
+    whole = counted_ranks(args) * (args.micro_batch_size or 1)
+    scheduled = re.findall(r":(\d+)", args.step_batch_size_schedule or "")
+    if scheduled:
+        return min(int(samples) for samples in scheduled) // whole
+    return 1 if args.global_batch_size is None else int(args.global_batch_size // whole)
 
 
 def micro_batch_group(args: argparse.Namespace) -> int:

@@ -150,6 +150,17 @@ def test_every_number_of_micro_batches_is_checked_against_virtual_stages(
         parse(monkeypatch, [*MODEL, "--data-path", str(prefix), *flags.split()])
 
 
+@pytest.mark.usefixtures("help_texts")
+def test_virtual_stages_run_the_steps_of_a_schedule(
+    monkeypatch: pytest.MonkeyPatch, prefix: Path
+) -> None:
+    stages = "--num-layers 4 --pipeline-model-parallel-size 2"
+    flags = f"{stages} --num-virtual-stages-per-pipeline-rank 2 --step-batch-size-schedule"
+    given = [*MODEL, "--data-path", str(prefix), *flags.split(), "0:6 51200:12"]
+    _, job = parse(monkeypatch, [*given, "--split", "1"])
+    assert job.size.batches.micro_batch_numbers == {2, 4}
+
+
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "docs"
