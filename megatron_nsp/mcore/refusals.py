@@ -935,7 +935,8 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         _only(
             "--cuda-graph-impl",
             "cuda_graph_impl",
-            "--cuda-graph-impl must be none: boundaries change every step",
+            "--cuda-graph-impl must be none: samples begin elsewhere in every step; "
+            "--optimizer-cuda-graph captures the optimizer",
             _GRAPHS,
             "none",
         ),
@@ -943,7 +944,8 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         _only(
             "--enable-cuda-graph",
             "enable_cuda_graph",
-            "--enable-cuda-graph cannot be used: boundaries change every step",
+            "--enable-cuda-graph cannot be used: samples begin elsewhere in every step; "
+            "--optimizer-cuda-graph captures the optimizer",
             _GRAPHS,
             False,
             enable_cuda_graph=False,
@@ -951,7 +953,8 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
         _only(
             "--external-cuda-graph",
             "external_cuda_graph",
-            "--external-cuda-graph cannot be used: boundaries change",
+            "--external-cuda-graph cannot be used: samples begin elsewhere in every step; "
+            "--optimizer-cuda-graph captures the optimizer",
             _GRAPHS,
             False,
             external_cuda_graph=False,

@@ -251,7 +251,8 @@ EXAMPLES = (
     ),
     Example(
         "--enable-cuda-graph",
-        "--enable-cuda-graph cannot be used: boundaries change every step, got True",
+        "--enable-cuda-graph cannot be used: samples begin elsewhere in every step; "
+        "--optimizer-cuda-graph captures the optimizer, got True",
     ),
     Example("--mtp-num-layers -1", "--mtp-num-layers must be at least 0, got -1"),
     Example(
@@ -443,11 +444,14 @@ EXAMPLES = (
     ),
     Example(
         "--bf16 --cuda-graph-impl local",
-        "--cuda-graph-impl must be none: boundaries change every step, got local",
+        "--cuda-graph-impl must be none: samples begin elsewhere in every step; "
+        "--optimizer-cuda-graph captures the optimizer, got local",
         without="--nsp-cpu",
     ),
     Example(
-        "--external-cuda-graph", "--external-cuda-graph cannot be used: boundaries change, got True"
+        "--external-cuda-graph",
+        "--external-cuda-graph cannot be used: samples begin elsewhere in every step; "
+        "--optimizer-cuda-graph captures the optimizer, got True",
     ),
     Example("--spec local", "--spec local cannot be imported"),
     Example(
