@@ -45,7 +45,7 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "DDP": "",
         "sharded": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "FSDP": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
-        "--ckpt-format fsdp_dtensor --init-model-with-meta-device",
+        "--ckpt-format fsdp_dtensor --use-distributed-optimizer",
     },
     "recompute": {
         "nothing": "",
@@ -123,7 +123,13 @@ def run(folder: Path, name: str, ranks: int, *flags: str) -> Run:
 
 @cache
 def start(folder: Path, *model: str) -> list[str]:
-    """The flags that start from one rank's weights of a model."""
+    """The flags that start from one rank's weights of a model.
+
+    Megatron-FSDP loads no such checkpoint; it is given no model that is split, which would begin
+    with other weights.
+    """
+    if "--probe-float64" not in model:
+        return list(model)
     path = folder / f"start-{len(model)}"
     return [*model, *shared_checkpoint(path, folder / "docs", *model)]
 
@@ -134,15 +140,15 @@ def one_rank(folder: Path, *model: str) -> Run:
     return run(folder, f"one-{len(model)}", 1, *start(folder, *model))
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=", ".join(cell), marks=[pytest.mark.matrix] * (n >= IN_EVERY_RUN))
-        for n, cell in enumerate(CELLS)
-    ],
-)
-def test_a_cell_trains_as_one_rank(folder: Path, cell: Cell) -> None:
-    model, chosen = model_flags(cell), dict(zip(FACTORS, cell, strict=True))
+def run_cell(folder: Path, cell: Cell, *model: str) -> Run:
+    """A cell on as many ranks as it needs.
+
+    Args:
+        folder: the documents.
+        cell: its settings.
+        model: the flags of the model, if not those of the cell.
+    """
+    chosen = dict(zip(FACTORS, cell, strict=True))
     is_split, is_staged = chosen["rows"] == "TP 2", chosen["stages"] != "PP 1"
     ranks = 8 if is_split and is_staged else 4
     domain = ranks // (1 + is_split) // (1 + is_staged)
@@ -151,9 +157,25 @@ def test_a_cell_trains_as_one_rank(folder: Path, cell: Cell) -> None:
     words += ["--global-batch-size", str(domain * int(FACTORS["passes"][chosen["passes"]]))]
     if chosen["model"] == "experts" and is_split:
         words += SPLIT_ROWS
-    many = run(folder, "-".join(cell).replace(" ", ""), ranks, *start(folder, *model), *words)
-    tolerance = 1e-5 if "FSDP" in cell else 1e-9
-    assert_same(one_rank(folder, *model), many, STEPS, tolerance, tolerance)
+    name = "-".join([*cell, *model[-1:]]).replace(" ", "")
+    return run(folder, name, ranks, *start(folder, *(model or model_flags(cell))), *words)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=", ".join(cell), marks=[pytest.mark.matrix] * (n >= IN_EVERY_RUN))
+        for n, cell in enumerate(CELLS)
+    ],
+)
+def test_a_cell_trains_as_one_rank(folder: Path, cell: Cell) -> None:
+    model, many = model_flags(cell), run_cell(folder, cell)
+    if "FSDP" not in cell:
+        assert_same(one_rank(folder, *model), many, STEPS, 1e-9, 1e-9)
+        return
+    # In float32 the placement shows in small gradients: the same ranks without FSDP are the oracle.
+    plain = tuple("DDP" if setting == "FSDP" else setting for setting in cell)
+    assert_same(run_cell(folder, plain, *model), many, STEPS, 1e-6, 1e-6)
 
 
 def test_every_pair_that_can_be_is_in_two_cells() -> None:

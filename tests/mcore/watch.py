@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 
 from megatron_nsp.mcore import pretrain
@@ -190,7 +190,8 @@ def watch_tokens() -> None:
     forward = pretrain.Trainer.forward_step
 
     def watched(self: pretrain.Trainer, data_iterator: Any, model: Any) -> Any:
-        if not torch.is_grad_enabled() or not unwrap_model(model).post_process:  # no losses here
+        has_losses = get_attr_wrapped_model(model, "post_process")
+        if not (torch.is_grad_enabled() and has_losses):
             return forward(self, data_iterator, model)
         batches = []
 
