@@ -73,6 +73,8 @@ def worker(output: Path, is_plain: bool, flags: list[str]) -> None:
         NestedRouter.is_aux_loss_enabled = TopKRouter.is_aux_loss_enabled
 
         def routing(self: Any, logits: Any, padding_mask: Any) -> Any:
+            # Megatron divides by a rank's tokens, also where there are none.
+            self.train(not padding_mask.is_filler.all())
             return TopKRouter.routing(self, logits, padding_mask.is_filler)
 
     def counted(self: Any, logits: Any, padding_mask: Any) -> Any:
