@@ -62,6 +62,7 @@ def worker(output: Path, is_plain: bool, flags: list[str]) -> None:
     from megatron_nsp.mcore.cpu.mode import enable_cpu_mode
 
     enable_cpu_mode()
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.training import training
 
@@ -71,6 +72,8 @@ def worker(output: Path, is_plain: bool, flags: list[str]) -> None:
     losses, loads, routing = [], [], NestedRouter.routing
     if is_plain:
         NestedRouter.is_aux_loss_enabled = TopKRouter.is_aux_loss_enabled
+        # Ranks with and without figures of their own would add them up over different groups.
+        MoEMetricsTracker._sync_metrics = lambda *_: None
 
         def routing(self: Any, logits: Any, padding_mask: Any) -> Any:
             # Megatron divides by a rank's tokens, also where there are none.
