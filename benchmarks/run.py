@@ -2,7 +2,7 @@
 
 Each prints what it measured and exits 1 when it misses its target. Run by hand: flexsp.py (needs
 the trace of FlexSP's artifact), calibration.py, streaming.py and nested_pays.py (need root),
-paper.py (simulates for minutes, and for hours with FlexSP).
+balancing.py (trains for minutes), paper.py (simulates for minutes, and for hours with FlexSP).
 """
 
 import subprocess
