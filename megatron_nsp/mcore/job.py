@@ -196,6 +196,11 @@ class Job:
             f"{self.size.max_length} tokens"
         )
 
+    def say_notices(self) -> None:
+        """Prints on rank 0 what flags get otherwise than asked for."""
+        if os.environ.get("RANK", "0") == "0" and self.notices:
+            print(*(f"nsp: {notice}" for notice in self.notices), sep="\n", flush=True)
+
     def log_step(self, step: PlannedStep, before: ExposedStep | None) -> None:
         """Prints the step's line on the last rank and records its plan on rank 0."""
         if self._is_last_rank:

@@ -165,6 +165,7 @@ class Trainer:
             args.dataloader_type = None  # Megatron's validation filled in its default
         job = Job.from_args(args)
         replace_validated(args)
+        job.say_notices()
         at_start.apply()
         parallel_state.configure(job.tree)
         resume.compare_on_load(args, job)
@@ -411,8 +412,7 @@ def main() -> None:
         config = configure(args, job)
     except ValueError as error:
         refuse(error)
-    if args.rank == 0:
-        print(*(f"nsp: {notice}" for notice in job.notices), sep="\n", flush=True)
+    job.say_notices()
     at_start.apply()
     parallel_state.install(job.tree)
     resume.compare_on_load(args, job)

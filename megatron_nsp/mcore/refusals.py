@@ -71,6 +71,18 @@ def _off(flag: str, why: str, reason: str) -> Refusal:
     return Refusal(flag, bool, f"{flag} cannot be used: {why}", reason, (name,))
 
 
+def _one_stack(flag: str, whole: str) -> Refusal:
+    """Refuses a size of one stack of two; Megatron's validation sets it to that of the model."""
+    names = [each[2:].replace("-", "_") for each in (flag, whole)]
+    return Refusal(
+        flag,
+        lambda given, of_model: given not in (None, of_model),
+        f"{flag} cannot be used: give {whole}",
+        "there is one stack of layers",
+        tuple(names),
+    )
+
+
 def _needs_te(flag: str, reason: str) -> Refusal:
     """Refuses whatever an argument is set to, where Transformer Engine is missing."""
     return Refusal(
@@ -861,10 +873,11 @@ REFUSALS: Mapping[str, Sequence[Refusal]] = {
     ],
     "Other loops": [
         YAML_CFG,
-        _off("--encoder-num-layers", "give --num-layers", "there is one stack of layers"),
-        _off("--decoder-num-layers", "give --num-layers", "there is one stack of layers"),
-        _off("--encoder-seq-length", "give --seq-length", "there is one stack of layers"),
-        _off("--decoder-seq-length", "give --seq-length", "there is one stack of layers"),
+        *(
+            _one_stack(f"--{stack}-{whole}", f"--{whole}")
+            for whole in ("num-layers", "seq-length")
+            for stack in ("encoder", "decoder")
+        ),
         _off(
             "--vision-pretraining",
             "documents hold tokens, not images",

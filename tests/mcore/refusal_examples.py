@@ -525,10 +525,10 @@ EXAMPLES = (
                 "it takes the place of the command line, and of what is said of nested sequence "
                 "parallelism on it",
             ),
-            ("--encoder-num-layers 2", "give --num-layers"),
-            ("--decoder-num-layers 2", "give --num-layers"),
-            ("--encoder-seq-length 512", "give --seq-length"),
-            ("--decoder-seq-length 512", "give --seq-length"),
+            ("--encoder-num-layers 3", "give --num-layers"),
+            ("--decoder-num-layers 3", "give --num-layers"),
+            ("--encoder-seq-length 256", "give --seq-length"),
+            ("--decoder-seq-length 256", "give --seq-length"),
             ("--vision-pretraining", "documents hold tokens, not images"),
             (
                 "--freeze-all-layers",
