@@ -6,8 +6,8 @@ Trains one small MoE on four CPU ranks, balanced by `aux_loss`, by `global_aux_l
 biases. The nested runs have every document on a random node of the tree. Plain data parallelism
 deals whole documents to ranks, and its routers are Megatron's own. Their `aux_loss` is of each
 rank's tokens alone, another loss than that of the whole micro-batch, and shown beside it;
-`global_aux_loss` and biases go by the tokens of all ranks in both. Documents are the Python standard
-library's files of up to 1024 bytes, a token a byte.
+`global_aux_loss` and biases go by the tokens of all ranks in both. Documents are the Python
+standard library's files of up to 1024 bytes, a token a byte.
 
 Prints losses and how uneven experts are, and draws `docs/balancing.png` from all runs. A run
 that is there already is not made again, and `--only` makes one, for machines that have little time
